@@ -1,0 +1,138 @@
+// Where a slot's real KV bytes are, and their hash.
+#ifndef KVCANARY_SOURCE_H_
+#define KVCANARY_SOURCE_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "hash.h"
+#include "host_device.h"
+
+namespace kvcanary {
+
+inline constexpr int kRunLevels = 4;
+
+// Byte geometry of a source. Slot s is page s / page_size, place s % page_size; its bytes are runs of `run_bytes`, counted by
+// four nested loops in row-major order. `read_bytes` of them, in the launch's mode, are hashed.
+struct SourceGeometry {
+  int64_t page_stride;
+  int64_t token_stride;
+  int64_t run_strides[kRunLevels];
+  int64_t run_bytes;
+  int64_t read_bytes;
+  int32_t run_counts[kRunLevels];
+  uint32_t page_size;
+  int32_t piece;  // 16: one run, read 16 bytes at a time; else the bytes that can be loaded at once (1, 2, 4, 8)
+
+  KVC_HD bool operator==(const SourceGeometry& other) const {
+    bool same = page_stride == other.page_stride && token_stride == other.token_stride && run_bytes == other.run_bytes &&
+                read_bytes == other.read_bytes && page_size == other.page_size && piece == other.piece;
+    for (int level = 0; level < kRunLevels; ++level) {
+      same = same && run_strides[level] == other.run_strides[level] && run_counts[level] == other.run_counts[level];
+    }
+    return same;
+  }
+};
+
+struct Source {
+  const unsigned char* base;
+  int64_t geometry;  // index into SourceSet::geometries
+};
+
+// All sources of a launch; the arrays live on the side that reads them.
+struct SourceSet {
+  const Source* sources = nullptr;
+  const SourceGeometry* geometries = nullptr;
+  int32_t count = 0;
+};
+
+KVC_HD const unsigned char* slot_base(const Source& source, const SourceGeometry& g, uint32_t slot) {
+  const uint32_t page = slot / g.page_size;
+  const uint32_t place = slot - page * g.page_size;
+  return source.base + static_cast<int64_t>(page) * g.page_stride + static_cast<int64_t>(place) * g.token_stride;
+}
+
+// 8-byte words of a slot in any geometry. Pieces are aligned to their size and never straddle a run.
+class RunReader {
+ public:
+  KVC_HD RunReader(const unsigned char* start, const SourceGeometry& g) : start_(start), g_(g), run_(start), left_(g.read_bytes) {
+    for (int level = 0; level < kRunLevels; ++level) index_[level] = 0;
+  }
+
+  // The next word, padded with zeros past the end.
+  KVC_HD uint64_t next_word() {
+    uint64_t word = 0;
+    for (int filled = 0; filled < 8 && left_ > 0; filled += g_.piece) {
+      word |= load_piece(run_ + offset_) << (8 * filled);
+      left_ -= g_.piece;
+      offset_ += g_.piece;
+      if (offset_ == g_.run_bytes) next_run();
+    }
+    return word;
+  }
+  KVC_HD bool done() const { return left_ <= 0; }
+
+ private:
+  KVC_HD uint64_t load_piece(const unsigned char* p) const {
+    switch (g_.piece) {
+      case 8:
+        return *reinterpret_cast<const uint64_t*>(p);
+      case 4:
+        return *reinterpret_cast<const uint32_t*>(p);
+      case 2:
+        return *reinterpret_cast<const uint16_t*>(p);
+      default:
+        return *p;
+    }
+  }
+  KVC_HD void next_run() {
+    offset_ = 0;
+    for (int level = kRunLevels - 1; level >= 0; --level) {
+      if (++index_[level] < g_.run_counts[level]) break;
+      index_[level] = 0;
+    }
+    run_ = start_;
+    for (int level = 0; level < kRunLevels; ++level) run_ += index_[level] * g_.run_strides[level];
+  }
+
+  const unsigned char* start_;
+  const SourceGeometry& g_;
+  const unsigned char* run_;
+  int64_t left_;
+  int64_t offset_ = 0;
+  int64_t index_[kRunLevels];
+};
+
+struct alignas(16) Bytes16 {
+  uint64_t low, high;
+};
+
+// Hash of one source's bytes of a slot (0 if it reads none).
+KVC_HD uint64_t fold_source(const Source& source, const SourceGeometry& g, uint32_t slot) {
+  const unsigned char* start = slot_base(source, g, slot);
+  uint64_t acc = 0;
+  if (g.piece == 16) {
+    const Bytes16* chunks = reinterpret_cast<const Bytes16*>(start);
+    const int64_t count = g.read_bytes / 16;
+    for (int64_t i = 0; i < count; ++i) {
+      const Bytes16 chunk = chunks[i];
+      acc = splitmix64(acc ^ chunk.low);
+      acc = splitmix64(acc ^ chunk.high);
+    }
+    return acc;
+  }
+  for (RunReader reader(start, g); !reader.done();) acc = splitmix64(acc ^ reader.next_word());
+  return acc;
+}
+
+// What a source tag keeps of a source's hash.
+KVC_HD uint32_t source_tag(uint64_t source_hash) { return static_cast<uint32_t>(source_hash); }
+
+// The combination step over sources; a source that reads nothing is left out.
+KVC_HD uint64_t combine_source(uint64_t acc, uint64_t source_hash, const SourceGeometry& g) {
+  return g.read_bytes > 0 ? splitmix64(acc ^ source_hash) : acc;
+}
+
+}  // namespace kvcanary
+
+#endif  // KVCANARY_SOURCE_H_
