@@ -1,0 +1,181 @@
+// write on CUDA: all tokens' real-KV hashes by the whole grid, then a warp a request runs the chain and stores.
+#include <cstdint>
+
+#include "kernels_cuda.h"
+#include "launch_cuda.cuh"
+#include "log_cuda.cuh"
+#include "sources_cuda.cuh"
+
+namespace kvcanary::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarpsPerBlock = kThreads / kWarp;
+constexpr int kChainThreads = 128;
+constexpr int kChainWarps = kChainThreads / kWarp;
+
+// Where the hashes of the tokens' slots lie between the two kernels; `hashes` is null if no source is read.
+struct TokenHashes {
+  uint64_t* hashes;  // [tokens]
+  uint32_t* tags;    // [tokens, sources] or null
+  int32_t sources;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    hash_tokens(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
+  const int lane = threadIdx.x % kWarp;
+  const int lanes = 1 << sources.lanes_log2;
+  const int per_warp = kWarp / lanes;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * per_warp;
+  for (int64_t first = warp * per_warp; first < a.tokens; first += stride) {
+    const int64_t i = first + lane / lanes;
+    const int64_t slot = i < a.tokens ? a.out_cache_loc[i] : -1;
+    const bool store = classify(a, slot) == WriteClass::kStore;
+    const bool leads = lane % lanes == 0;
+    uint64_t combined = 0;
+    fold_slot_sources(sources, store ? static_cast<int32_t>(slot) : -1, [](int32_t) { return true; },
+                      [&](int32_t k, uint64_t hash, const SourceGeometry& g) {
+                        combined = combine_source(combined, hash, g);
+                        if (out.tags != nullptr && leads) out.tags[i * out.sources + k] = source_tag(hash);
+                      });
+    if (store && leads) out.hashes[i] = combined;
+  }
+}
+
+// One token as a lane holds it.
+struct Token {
+  int64_t slot;
+  uint64_t token;
+  uint64_t position;
+  WriteClass kind;
+};
+
+__device__ Token load_token(const WriteArgs& a, int64_t i, int64_t end) {
+  if (i >= end) return {-1, 0, 0, WriteClass::kSkip};
+  const int64_t slot = a.out_cache_loc[i];
+  return {slot, static_cast<uint64_t>(a.input_ids[i]), static_cast<uint64_t>(a.positions[i]), classify(a, slot)};
+}
+
+// What lane j needs to know of the chain at its token.
+struct LaneChain {
+  uint64_t running_hash;
+  uint64_t prev_position;
+  bool wrong_position;
+};
+
+// Runs the chain over a warp's 32 tokens: every lane computes all of it, each keeps its own place.
+__device__ LaneChain run_chain(Chain& chain, const Token& mine, unsigned stored) {
+  const int lane = threadIdx.x % kWarp;
+  const int rounds = kWarp - __clz(static_cast<int>(stored));  // lanes past the last stored token see the end of the chain
+  LaneChain kept{};
+  for (int j = 0; j < rounds; ++j) {
+    const uint64_t token = __shfl_sync(kFullMask, mine.token, j);
+    const uint64_t position = __shfl_sync(kFullMask, mine.position, j);
+    if (lane == j) kept = {chain.running_hash, chain.prev_position, chain.position_is_wrong(position)};
+    if (stored >> j & 1) chain.advance(token, position);
+  }
+  if (lane >= rounds) kept = {chain.running_hash, chain.prev_position, false};
+  return kept;
+}
+
+__device__ void store_token(const WriteArgs& a, const TokenHashes& hashes, int64_t i, const Token& t, uint64_t running_hash,
+                            uint64_t real_kv_hash, const Provenance& stamp) {
+  store_record(a.records, t.slot, {t.token, t.position, running_hash, real_kv_hash}, stamp);
+  if (a.source_tags == nullptr) return;
+  for (int32_t k = 0; k < hashes.sources; ++k) {
+    a.source_tags[t.slot * hashes.sources + k] = hashes.tags == nullptr ? 0 : hashes.tags[i * hashes.sources + k];
+  }
+}
+
+// Rows of one lane's token; true if there was any.
+__device__ bool report_token(const WriteArgs& a, int64_t r, int64_t i, const Token& t, const LaneChain& chain, uint64_t real_kv_hash) {
+  if (t.kind == WriteClass::kSkip) return false;
+  const uint32_t reasons = input_reasons(a, i);
+  if (t.kind == WriteClass::kOutOfRange) {
+    if (a.extended) append_row(a.log, input_row(a, r, i, reasons | kSlotOutOfRange, chain.running_hash, 0));
+    return a.extended;
+  }
+  if (reasons != 0) append_row(a.log, input_row(a, r, i, reasons, chain.running_hash, real_kv_hash));
+  if (chain.wrong_position) append_row(a.log, chain_position_row(a, r, i, chain.running_hash, chain.prev_position, real_kv_hash));
+  return reasons != 0 || chain.wrong_position;
+}
+
+__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r) {
+  const int lane = threadIdx.x % kWarp;
+  const WriteSegment segment = write_segment(a, r);
+  bool bad = a.extended && segment.status != 0;
+  if (bad && lane == 0) append_row(a.log, segment_row(a, r));
+  uint64_t stored_total = 0;
+  if (!segment.empty()) {
+    Chain chain = start_chain(a, r);
+    const int64_t seed = a.seed_slots[r];
+    if (a.extended && seed_is_out_of_range(a, seed)) {
+      if (lane == 0) append_row(a.log, seed_row(a, r, seed, chain.running_hash));
+      bad = true;
+    }
+    const Provenance stamp = provenance(a, r);
+    __syncwarp();
+    Token next = load_token(a, segment.begin + lane, segment.end);
+    for (int64_t first = segment.begin; first < segment.end; first += kWarp) {
+      const Token mine = next;
+      const int64_t i = first + lane;
+      const bool store = mine.kind == WriteClass::kStore;
+      next = load_token(a, i + kWarp, segment.end);
+      const uint64_t real_kv_hash = store && hashes.hashes != nullptr ? hashes.hashes[i] : 0;
+      const unsigned stored = __ballot_sync(kFullMask, store);
+      const LaneChain place = run_chain(chain, mine, stored);
+      if (report_token(a, r, i, mine, place, real_kv_hash)) bad = true;
+      __syncwarp();
+      // Of lanes with one slot the last stores.
+      const unsigned same = __match_any_sync(kFullMask, mine.slot);
+      if (store && same >> lane == 1) store_token(a, hashes, i, mine, place.running_hash, real_kv_hash, stamp);
+      __syncwarp();
+      stored_total += __popc(stored);
+    }
+  }
+  bad = __any_sync(kFullMask, bad);
+  if (lane == 0) {
+    a.verdict[r] = bad ? kBad : stored_total > 0 ? kOk : kNotChecked;
+    if (stored_total > 0) add_count(a.log.slot_runs, stored_total);
+  }
+}
+
+__global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    add_count(a.log.kernel_runs, 1);
+    normalize_index(a.log);
+  }
+  __syncwarp();
+  const int64_t requests = num_requests(a);
+  for (int64_t r = static_cast<int64_t>(blockIdx.x) * kChainWarps + threadIdx.x / kWarp; r < a.capacity;
+       r += static_cast<int64_t>(gridDim.x) * kChainWarps) {
+    if (r < requests) {
+      write_request(a, hashes, r);
+    } else if (threadIdx.x % kWarp == 0) {
+      a.verdict[r] = kNotChecked;
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t write(cudaStream_t stream, const WriteArgs& args, uint64_t* token_hashes, uint32_t* token_tags, const HostSources& sources) {
+  TokenHashes hashes{nullptr, nullptr, sources.set.count};
+  unsigned blocks = 0;
+  if (sources.set.count > 0 && args.tokens > 0) {
+    hashes.hashes = token_hashes;
+    hashes.tags = args.source_tags != nullptr ? token_tags : nullptr;
+    DeviceSources table;
+    if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
+    const int64_t per_block = kWarpsPerBlock * (kWarp >> table.lanes_log2);
+    if (cudaError_t e = grid_blocks(ceil_div(args.tokens, per_block), 16, &blocks); e != cudaSuccess) return e;
+    hash_tokens<<<blocks, kThreads, 0, stream>>>(args, hashes, table);
+    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  }
+  if (cudaError_t e = grid_blocks(ceil_div(args.capacity, kChainWarps), 16, &blocks); e != cudaSuccess) return e;
+  write_chains<<<blocks, kChainThreads, 0, stream>>>(args, hashes);
+  return cudaGetLastError();
+}
+
+}  // namespace kvcanary::cuda
