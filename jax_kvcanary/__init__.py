@@ -1,0 +1,100 @@
+"""KV canary for JAX: detects and explains silent KV cache corruption in serving engines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+
+# In a source checkout the compiled modules are those of the installed package.
+__path__ = pkgutil.extend_path(__path__, __name__)
+
+from jax_kvcanary.backend import BackendInfo, backend_info
+from jax_kvcanary.capacities import CanaryLaunchCapacities
+from jax_kvcanary.lowering import export_disabled_checks
+from jax_kvcanary.moves import (
+    MoveResult,
+    MoveStatus,
+    TakenRecords,
+    copy_records,
+    export_records,
+    import_records,
+    permute_records,
+    put_records,
+    release_records,
+    reset_records,
+    take_records,
+)
+from jax_kvcanary.ops import adopt, plan, scatter_req_token_ids, verify, verify_fused, write
+from jax_kvcanary.report import LogReport, Provenance, Violation, decode_log
+from jax_kvcanary.sources import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
+from jax_kvcanary.spec import CanaryLaunchTag, FailReason, RealKvHashMode, RecordFlag, Verdict
+from jax_kvcanary.state import (
+    Plan,
+    ScatterResult,
+    VerifyPlan,
+    VerifyResult,
+    ViolationLog,
+    WritePlan,
+    WriteResult,
+    allocate_records,
+    allocate_source_tags,
+)
+from jax_kvcanary.tables import BlockTable, FlatTable, IdentityTable, RowTable
+from jax_kvcanary.validation import validate_plan_statics
+
+try:
+    __version__ = importlib.metadata.version("jax_kvcanary")
+except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "BackendInfo",
+    "BlockTable",
+    "CanaryLaunchCapacities",
+    "CanaryLaunchTag",
+    "FailReason",
+    "FlatTable",
+    "IdentityTable",
+    "LogReport",
+    "MoveResult",
+    "MoveStatus",
+    "Plan",
+    "Provenance",
+    "RealKvHashMode",
+    "RealKvSource",
+    "RecordFlag",
+    "RowTable",
+    "ScatterResult",
+    "TakenRecords",
+    "Verdict",
+    "VerifyPlan",
+    "VerifyResult",
+    "Violation",
+    "ViolationLog",
+    "WritePlan",
+    "WriteResult",
+    "__version__",
+    "adopt",
+    "allocate_records",
+    "allocate_source_tags",
+    "backend_info",
+    "clip_read_bytes_aligned",
+    "copy_records",
+    "decode_log",
+    "export_disabled_checks",
+    "export_records",
+    "import_records",
+    "make_packed_source",
+    "make_row_source",
+    "permute_records",
+    "plan",
+    "put_records",
+    "release_records",
+    "reset_records",
+    "scatter_req_token_ids",
+    "take_records",
+    "validate_plan_statics",
+    "verify",
+    "verify_fused",
+    "write",
+]

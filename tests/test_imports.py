@@ -1,0 +1,87 @@
+"""Python imports go one way: every module may import only modules that stand before it in the list below."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jax_kvcanary
+
+PACKAGE = Path(jax_kvcanary.__file__).parent
+
+ORDER = [
+    "spec",
+    "config",
+    "validation",
+    "state",
+    "sources",
+    "tables",
+    "reference",
+    "pure",
+    "backend",
+    "lowering",
+    "ops",
+    "moves",
+    "capacities",
+    "canary",
+    "report",
+    "monitor",
+    "faults",
+    "serving",
+    "demo",
+    "__init__",
+    "doctor",
+    "cli",
+    "__main__",
+]
+COMPILED = {"_kvcanary_cpu", "_kvcanary_cuda"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    """The module's name, or its folder's for a module of a subpackage."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_layers(path: Path) -> set[str]:
+    """Layers of this package that a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative imports hide the direction"
+            names.update([node.module] if node.module != "jax_kvcanary" else [f"jax_kvcanary.{alias.name}" for alias in node.names])
+    layers = {name.split(".")[1] for name in names if name.startswith("jax_kvcanary.")}
+    return layers | ({"__init__"} if "jax_kvcanary" in names else set())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_backwards(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in ORDER, f"give {layer} a place in ORDER"
+    for imported in imported_layers(path) - {layer} - COMPILED:
+        assert imported in ORDER, f"give {imported} a place in ORDER"
+        assert ORDER.index(imported) < ORDER.index(layer), f"{layer} imports {imported}"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if layer_of(path) == "reference"], ids=lambda path: path.name)
+def test_the_reference_imports_no_implementation(path: Path) -> None:
+    assert imported_layers(path) <= {"reference", "spec", "state"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_says_what_it_holds(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_all_is_what_the_package_offers() -> None:
+    assert sorted(jax_kvcanary.__all__) == jax_kvcanary.__all__
+    assert [name for name in jax_kvcanary.__all__ if not hasattr(jax_kvcanary, name)] == []
+    assert isinstance(jax_kvcanary.__version__, str)
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
