@@ -3,6 +3,7 @@
 #define KVCANARY_LAUNCH_CUDA_CUH_
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include <cuda_runtime.h>
@@ -21,6 +22,12 @@ inline cudaError_t grid_blocks(int64_t work, int blocks_per_sm, unsigned* blocks
   if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device); e != cudaSuccess) return e;
   *blocks = static_cast<unsigned>(std::clamp<int64_t>(work, 1, static_cast<int64_t>(sms) * blocks_per_sm));
   return cudaSuccess;
+}
+
+// Lets a kernel use more shared memory than the default; cheap, and no operation on a stream.
+template <typename Kernel>
+cudaError_t allow_shared(Kernel kernel, size_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
 // Inclusive scan over a block of `kThreads`; `shared` holds kThreads / 32 values. Every thread must call it.

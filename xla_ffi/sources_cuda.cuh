@@ -1,4 +1,4 @@
-// The source table on the device, and how a warp hashes the sources of its slots.
+// The source table on the device.
 #ifndef KVCANARY_SOURCES_CUDA_CUH_
 #define KVCANARY_SOURCES_CUDA_CUH_
 
@@ -13,6 +13,14 @@
 
 namespace kvcanary::cuda {
 
+// Whether a source's bytes go through shared memory: one aligned run, long enough, and no longer than sizes are counted there.
+inline constexpr int64_t kStagedFrom = 128;
+inline constexpr int64_t kStagedTo = int64_t{1} << 30;
+
+__host__ __device__ inline bool is_staged(const SourceGeometry& g) {
+  return g.piece == 16 && g.read_bytes >= kStagedFrom && g.read_bytes <= kStagedTo;
+}
+
 // Small tables travel in the kernel's parameters; larger ones lie in scratch memory.
 inline constexpr int kInlineSources = 96;
 inline constexpr int kInlineGeometries = 8;
@@ -23,8 +31,8 @@ struct DeviceSources {
   const Source* far_sources;
   const SourceGeometry* far_geometries;
   int32_t count;
-  int32_t lanes_log2;  // lanes of a warp that share a slot: one a source, up to 32
   bool far;
+  bool staged;  // some source is long enough for staging
 
   __device__ const Source& source(int32_t i) const { return far ? far_sources[i] : sources[i]; }
   __device__ const SourceGeometry& geometry(const Source& s) const { return far ? far_geometries[s.geometry] : geometries[s.geometry]; }
@@ -43,7 +51,7 @@ inline cudaError_t device_sources(cudaStream_t stream, const HostSources& host, 
   std::memset(out, 0, sizeof(*out));
   const size_t n = static_cast<size_t>(host.set.count);
   out->count = host.set.count;
-  while ((size_t{1} << out->lanes_log2) < std::min<size_t>(n, kWarp)) ++out->lanes_log2;
+  for (size_t i = 0; i < host.geometries; ++i) out->staged = out->staged || is_staged(host.set.geometries[i]);
   if (n == 0) return cudaSuccess;
   if (n <= kInlineSources && host.geometries <= kInlineGeometries) {
     std::copy_n(host.set.sources, n, out->sources);
@@ -68,29 +76,6 @@ inline cudaError_t device_sources(cudaStream_t stream, const HostSources& host, 
   out->far_sources = reinterpret_cast<const Source*>(scratch);
   out->far_geometries = reinterpret_cast<const SourceGeometry*>(scratch + source_bytes);
   return cudaSuccess;
-}
-
-// Hashes every source of the warp's slots: lanes that share a slot take one source each, round by round, and `add(index, hash,
-// geometry)` is then called by all of them for each source in order. `use(index)` tells which sources are read at all; slot < 0
-// reads nothing. The whole warp must call this.
-template <typename Use, typename Add>
-__device__ void fold_slot_sources(const DeviceSources& table, int32_t slot, const Use& use, const Add& add) {
-  const int lane = threadIdx.x % kWarp;
-  const int width = 1 << table.lanes_log2;
-  const int first_lane = lane & ~(width - 1);
-  for (int32_t base = 0; base < table.count; base += width) {
-    const int32_t mine = base + (lane - first_lane);
-    uint64_t hash = 0;
-    if (slot >= 0 && mine < table.count && use(mine)) {
-      const Source& source = table.source(mine);
-      hash = fold_source(source, table.geometry(source), static_cast<uint32_t>(slot));
-    }
-    const int32_t round = table.count - base < width ? table.count - base : width;
-    for (int32_t j = 0; j < round; ++j) {
-      const uint64_t other = __shfl_sync(kFullMask, hash, first_lane + j);
-      if (slot >= 0 && use(base + j)) add(base + j, other, table.geometry(table.source(base + j)));
-    }
-  }
 }
 
 }  // namespace kvcanary::cuda

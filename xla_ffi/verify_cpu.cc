@@ -60,8 +60,8 @@ void check_entry(const VerifyArgs& args, const SourceWindow& window, const Verif
       break;
   }
   const Record record = load_record(args.records, e.slot);
-  const Record prev = prev_is_readable(args, e.prev_slot) ? load_record(args.records, e.prev_slot) : Record{};
-  const ChainExpectation chain = expect_chain(args, e, record, prev);
+  const uint64_t prev_hash = prev_is_readable(args, e.prev_slot) ? chain_next(load_record(args.records, e.prev_slot)) : 0;
+  const ChainExpectation chain = expect_chain(args, e, record, prev_hash);
   const RealKvCheck real = check_real_kv(args, window, static_cast<uint32_t>(e.slot), record);
   const bool unwritten = args.extended && is_unwritten(args.records, e.slot, record);
   const uint32_t reason = entry_reasons(args, e, record, chain, real.bad, unwritten);

@@ -1,6 +1,8 @@
 // verify and verify_fused on CUDA: a small kernel opens the launch, then warps take entries, their lanes the sources.
+#include <algorithm>
 #include <cstdint>
 
+#include "fold_cuda.cuh"
 #include "kernels_cuda.h"
 #include "launch_cuda.cuh"
 #include "log_cuda.cuh"
@@ -10,8 +12,8 @@ namespace kvcanary::cuda {
 namespace {
 
 constexpr int kOpenThreads = 1024;
-constexpr int kThreads = 256;
-constexpr int kWarpsPerBlock = kThreads / kWarp;
+constexpr int kDirectThreads = 256;
+constexpr int kStagedThreads = 128;  // four warps' stages a block, three blocks on a multiprocessor
 
 // --- where entries come from ---
 
@@ -23,9 +25,14 @@ struct Planned {
     const int64_t n = *e.num_valid;
     return n < 0 ? 0 : n > e.slot_indices.size ? e.slot_indices.size : n;
   }
-  __device__ VerifyEntry entry(const VerifyArgs&, int64_t i) const {
-    return {e.slot_indices[i], e.prev_slot_indices[i], e.expected_positions[i], e.expected_tokens[i], e.batch_rows.get(i, -1)};
-  }
+
+  // Reads entries of rising number.
+  struct Cursor {
+    __device__ Cursor(const Planned&, const VerifyArgs&, int64_t) {}
+    __device__ VerifyEntry entry(const Planned& p, int64_t i) const {
+      return {p.e.slot_indices[i], p.e.prev_slot_indices[i], p.e.expected_positions[i], p.e.expected_tokens[i], p.e.batch_rows.get(i, -1)};
+    }
+  };
 };
 
 struct Fused {
@@ -34,13 +41,32 @@ struct Fused {
 
   __device__ bool enabled() const { return true; }
   __device__ int64_t total(const VerifyArgs& a) const { return entry_offsets[a.batch_size]; }
-  __device__ VerifyEntry entry(const VerifyArgs& a, int64_t i) const {
-    const int64_t r = find_row(entry_offsets, a.batch_size, i);
-    const RequestSpan span = batch.span(r);
-    const int64_t position = span.begin + (i - entry_offsets[r]);
-    return {batch.slot_at(r, span.req_pool_idx, position), batch.prev_slot_at(r, span.req_pool_idx, position), position,
-            batch.expected_token(r, span.req_pool_idx, position), r};
-  }
+
+  struct Cursor {
+    int64_t row;
+    int64_t row_end;   // number of the first entry past the row
+    int64_t shift;     // position of an entry less its number
+    int64_t req_pool_idx;
+
+    __device__ Cursor(const Fused& f, const VerifyArgs& a, int64_t first) : row(find_row(f.entry_offsets, a.batch_size, first)) { load(f); }
+    __device__ void load(const Fused& f) {
+      const RequestSpan span = f.batch.span(row);
+      row_end = f.entry_offsets[row + 1];
+      shift = span.begin - f.entry_offsets[row];
+      req_pool_idx = span.req_pool_idx;
+    }
+    __device__ VerifyEntry entry(const Fused& f, int64_t i) {
+      if (i >= row_end) {
+        do {
+          ++row;
+        } while (i >= f.entry_offsets[row + 1]);
+        load(f);
+      }
+      const int64_t position = i + shift;
+      return {f.batch.slot_at(row, req_pool_idx, position), f.batch.prev_slot_at(row, req_pool_idx, position), position,
+              f.batch.expected_token(row, req_pool_idx, position), row};
+    }
+  };
 };
 
 // --- opening a launch: verdicts, counters, rows of requests that are out of range ---
@@ -109,52 +135,78 @@ __device__ void mark_bad(const VerifyArgs& a, const VerifyEntry& e) {
   atomicMin(reinterpret_cast<unsigned*>(&a.first_bad_position[e.batch_row]), static_cast<unsigned>(verdict_position(e.expected_position)));
 }
 
-// Marks the rows of a warp's good entries, once where all are of one row. The whole warp calls it.
-__device__ void mark_ok(const VerifyArgs& a, int64_t batch_row, bool good) {
-  const bool mine = good && known_row(a, batch_row);
-  const unsigned voters = __ballot_sync(kFullMask, mine);
-  if (voters == 0) return;
-  const int first = __ffs(static_cast<int>(voters)) - 1;
-  const int64_t first_row = __shfl_sync(kFullMask, batch_row, first);
-  const bool repeated = batch_row == first_row && static_cast<int>(threadIdx.x % kWarp) != first;
-  if (mine && !repeated && *static_cast<volatile int32_t*>(&a.verdict[batch_row]) < kOk) atomicMax(&a.verdict[batch_row], kOk);
+// Marks the rows of good entries. A lane remembers the row it marked last, and lanes of one row leave it to the first.
+struct OkMarker {
+  int64_t marked = -1;
+
+  // The whole warp calls it.
+  __device__ void mark(const VerifyArgs& a, int64_t batch_row, bool good) {
+    const bool fresh = good && batch_row != marked && known_row(a, batch_row);
+    const unsigned voters = __ballot_sync(kFullMask, fresh);
+    if (voters == 0) return;
+    const int first = __ffs(static_cast<int>(voters)) - 1;
+    const int64_t first_row = __shfl_sync(kFullMask, batch_row, first);
+    if (!fresh) return;
+    marked = batch_row;
+    if (batch_row == first_row && static_cast<int>(threadIdx.x % kWarp) != first) return;
+    atomicMax(&a.verdict[batch_row], kOk);
+  }
+};
+
+// What successors of the previous round's last slot expect, so that a chain crosses rounds without another load.
+struct LastSlot {
+  int64_t slot = -1;
+  uint64_t next_hash = 0;
+};
+
+// Hash that an entry's predecessor gives: from the neighbouring lane or the last round where it was just read, else from memory.
+// The whole warp calls it; `own` is the record of a lane's entry, read where `has_own`.
+__device__ uint64_t predecessor_hash(const VerifyArgs& a, const VerifyEntry& e, bool check, const Record& own, bool has_own, LastSlot& last) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t my_slot = has_own ? e.slot : -1;
+  const uint64_t my_next = chain_next(own);
+  int64_t near_slot = __shfl_up_sync(kFullMask, my_slot, 1);
+  uint64_t near_next = __shfl_up_sync(kFullMask, my_next, 1);
+  if (lane == 0) {
+    near_slot = last.slot;
+    near_next = last.next_hash;
+  }
+  last.slot = __shfl_sync(kFullMask, my_slot, kWarp - 1);
+  last.next_hash = __shfl_sync(kFullMask, my_next, kWarp - 1);
+  if (!check || !prev_is_readable(a, e.prev_slot)) return 0;
+  return near_slot == e.prev_slot ? near_next : chain_next(load_record(a.records, e.prev_slot));
 }
 
+// Checks entries [first, last) of a launch, 32 >> lanes_log2 at a time.
 template <typename Entries>
-__global__ void __launch_bounds__(kThreads)
-    check_entries(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
-  if (!entries.enabled()) return;
-  const int64_t total = entries.total(a);
+__device__ void check_range(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, int lanes_log2, int64_t first,
+                            int64_t last, WarpStages* stages) {
+  if (first >= last) return;
   const SourceWindow window = source_window(a);
   const int lane = threadIdx.x % kWarp;
-  const int lanes = 1 << sources.lanes_log2;
-  const int per_warp = kWarp / lanes;
-  const bool leads = lane % lanes == 0;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * per_warp;
-  for (int64_t first = warp * per_warp; first < total; first += stride) {
-    const int64_t i = first + lane / lanes;
-    const bool live = i < total;
+  const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
+  OkMarker marker;
+  LastSlot last_slot;
+  int64_t i = first + (lane >> lanes_log2);
+  typename Entries::Cursor cursor(entries, a, i < last ? i : first);
+  for (; first < last; first += kWarp >> lanes_log2, i += kWarp >> lanes_log2) {
+    const bool live = i < last;
     VerifyEntry e{-1, -1, 0, -1, -1};
-    if (live) e = entries.entry(a, i);
+    if (live) e = cursor.entry(entries, i);
     const EntryClass kind = live ? classify(a, e.slot) : EntryClass::kSkip;
     const bool check = kind == EntryClass::kCheck;
     // The record is asked for before the bytes are, so that both loads are under way.
     Record record{};
-    Record prev{};
-    if (check && leads) {
-      record = load_record(a.records, e.slot);
-      if (prev_is_readable(a, e.prev_slot)) prev = load_record(a.records, e.prev_slot);
-    }
-    const int32_t slot = check ? static_cast<int32_t>(e.slot) : -1;
+    if (check && leads) record = load_record(a.records, e.slot);
     const uint32_t* tags = a.source_tags == nullptr || !check ? nullptr : a.source_tags + e.slot * sources.count;
     RealKvFold fold;
-    fold_slot_sources(sources, slot, [&](int32_t k) { return window.contains(k); },
+    fold_slot_sources(sources, lanes_log2, check ? static_cast<int32_t>(e.slot) : -1, stages, [&](int32_t k) { return window.contains(k); },
                       [&](int32_t k, uint64_t hash, const SourceGeometry& g) { fold.add(k, hash, g, tags); });
+    const uint64_t prev_hash = predecessor_hash(a, e, check && leads, record, check && leads, last_slot);
     bool good = false;
     if (check && leads) {
       const RealKvCheck real = window.count < window.total ? fold.against_tags() : fold.against_record(record);
-      const ChainExpectation chain = expect_chain(a, e, record, prev);
+      const ChainExpectation chain = expect_chain(a, e, record, prev_hash);
       const bool unwritten = a.extended && is_unwritten(a.records, e.slot, record);
       const uint32_t reason = entry_reasons(a, e, record, chain, real.bad, unwritten);
       good = reason == 0;
@@ -167,8 +219,36 @@ __global__ void __launch_bounds__(kThreads)
       mark_bad(a, e);
     }
     __syncwarp();
-    mark_ok(a, e.batch_row, good);
+    marker.mark(a, e.batch_row, good);
   }
+}
+
+// Every warp takes one run of consecutive entries, so that rows are looked up once and chains stay in registers.
+template <typename Entries>
+__device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, WarpStages* stages) {
+  if (!entries.enabled()) return;
+  const int64_t total = entries.total(a);
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  const int lanes_log2 = lanes_log2_for(sources.count, total, warps * kWarp);
+  const int64_t per_round = kWarp >> lanes_log2;
+  const int64_t rounds = (total + per_round - 1) / per_round;
+  const int64_t share = (rounds + warps - 1) / warps * per_round;
+  const int64_t first = warp * share;
+  check_range(a, entries, sources, lanes_log2, first, first + share < total ? first + share : total, stages);
+}
+
+template <typename Entries>
+__global__ void __launch_bounds__(kDirectThreads, 3)
+    check_direct(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
+  check_share(a, entries, sources, nullptr);
+}
+
+template <typename Entries>
+__global__ void __launch_bounds__(kStagedThreads)
+    check_staged(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  check_share(a, entries, sources, reinterpret_cast<WarpStages*>(shared) + threadIdx.x / kWarp);
 }
 
 template <typename Entries>
@@ -176,10 +256,17 @@ cudaError_t launch_check(cudaStream_t stream, const VerifyArgs& args, const Entr
   if (most_entries == 0) return cudaSuccess;
   DeviceSources table;
   if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
-  const int64_t per_block = kWarpsPerBlock * (kWarp >> table.lanes_log2);
+  const int64_t lanes = most_entries * std::min<int64_t>(std::max(table.count, 1), kWarp);
   unsigned blocks = 0;
-  if (cudaError_t e = grid_blocks(ceil_div(most_entries, per_block), 16, &blocks); e != cudaSuccess) return e;
-  check_entries<Entries><<<blocks, kThreads, 0, stream>>>(args, entries, table);
+  if (table.staged) {
+    constexpr size_t kShared = kStagedThreads / kWarp * sizeof(WarpStages);
+    if (cudaError_t e = allow_shared(check_staged<Entries>, kShared); e != cudaSuccess) return e;
+    if (cudaError_t e = grid_blocks(ceil_div(lanes, kStagedThreads), 3, &blocks); e != cudaSuccess) return e;
+    check_staged<Entries><<<blocks, kStagedThreads, kShared, stream>>>(args, entries, table);
+  } else {
+    if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
+    check_direct<Entries><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
+  }
   return cudaGetLastError();
 }
 

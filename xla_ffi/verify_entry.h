@@ -69,13 +69,13 @@ KVC_HD bool prev_is_readable(const VerifyArgs& a, int64_t prev_slot) {
   return prev_slot >= 0 && prev_slot < a.slots && !is_padding_slot(a, prev_slot);
 }
 
-// `prev` is looked at only where prev_is_readable.
-KVC_HD ChainExpectation expect_chain(const VerifyArgs& a, const VerifyEntry& e, const Record& record, const Record& prev) {
+// `prev_hash`, what the predecessor's record gives, is looked at only where prev_is_readable.
+KVC_HD ChainExpectation expect_chain(const VerifyArgs& a, const VerifyEntry& e, const Record& record, uint64_t prev_hash) {
   if (e.prev_slot < 0) {
     const uint64_t name_space = known_row(a, e.batch_row) ? static_cast<uint64_t>(a.namespaces.get(e.batch_row, 0)) : 0;
     return {anchor_hash(name_space), e.prev_slot < -1 ? kSlotOutOfRange : 0u};
   }
-  if (prev_is_readable(a, e.prev_slot)) return {chain_next(prev), 0u};
+  if (prev_is_readable(a, e.prev_slot)) return {prev_hash, 0u};
   return {record.prev_hash, is_padding_slot(a, e.prev_slot) ? 0u : static_cast<uint32_t>(kSlotOutOfRange)};
 }
 

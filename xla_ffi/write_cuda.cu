@@ -1,6 +1,8 @@
 // write on CUDA: all tokens' real-KV hashes by the whole grid, then a warp a request runs the chain and stores.
+#include <algorithm>
 #include <cstdint>
 
+#include "fold_cuda.cuh"
 #include "kernels_cuda.h"
 #include "launch_cuda.cuh"
 #include "log_cuda.cuh"
@@ -9,8 +11,8 @@
 namespace kvcanary::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarpsPerBlock = kThreads / kWarp;
+constexpr int kDirectThreads = 256;
+constexpr int kStagedThreads = 128;
 constexpr int kChainThreads = 128;
 constexpr int kChainWarps = kChainThreads / kWarp;
 
@@ -21,26 +23,53 @@ struct TokenHashes {
   int32_t sources;
 };
 
-__global__ void __launch_bounds__(kThreads)
-    hash_tokens(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
+__device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, WarpStages* stages) {
   const int lane = threadIdx.x % kWarp;
-  const int lanes = 1 << sources.lanes_log2;
-  const int per_warp = kWarp / lanes;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarpsPerBlock * per_warp;
-  for (int64_t first = warp * per_warp; first < a.tokens; first += stride) {
-    const int64_t i = first + lane / lanes;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  const int lanes_log2 = lanes_log2_for(sources.count, a.tokens, warps * kWarp);
+  const int64_t per_round = kWarp >> lanes_log2;
+  const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
+  for (int64_t first = warp * per_round; first < a.tokens; first += warps * per_round) {
+    const int64_t i = first + (lane >> lanes_log2);
     const int64_t slot = i < a.tokens ? a.out_cache_loc[i] : -1;
     const bool store = classify(a, slot) == WriteClass::kStore;
-    const bool leads = lane % lanes == 0;
     uint64_t combined = 0;
-    fold_slot_sources(sources, store ? static_cast<int32_t>(slot) : -1, [](int32_t) { return true; },
+    fold_slot_sources(sources, lanes_log2, store ? static_cast<int32_t>(slot) : -1, stages, [](int32_t) { return true; },
                       [&](int32_t k, uint64_t hash, const SourceGeometry& g) {
                         combined = combine_source(combined, hash, g);
                         if (out.tags != nullptr && leads) out.tags[i * out.sources + k] = source_tag(hash);
                       });
     if (store && leads) out.hashes[i] = combined;
   }
+}
+
+__global__ void __launch_bounds__(kDirectThreads)
+    hash_direct(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
+  hash_share(a, out, sources, nullptr);
+}
+
+__global__ void __launch_bounds__(kStagedThreads)
+    hash_staged(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  hash_share(a, out, sources, reinterpret_cast<WarpStages*>(shared) + threadIdx.x / kWarp);
+}
+
+cudaError_t launch_hash(cudaStream_t stream, const WriteArgs& args, const TokenHashes& out, const HostSources& sources) {
+  DeviceSources table;
+  if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
+  const int64_t lanes = args.tokens * std::min<int64_t>(std::max(table.count, 1), kWarp);
+  unsigned blocks = 0;
+  if (table.staged) {
+    constexpr size_t kShared = kStagedThreads / kWarp * sizeof(WarpStages);
+    if (cudaError_t e = allow_shared(hash_staged, kShared); e != cudaSuccess) return e;
+    if (cudaError_t e = grid_blocks(ceil_div(lanes, kStagedThreads), 3, &blocks); e != cudaSuccess) return e;
+    hash_staged<<<blocks, kStagedThreads, kShared, stream>>>(args, out, table);
+  } else {
+    if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
+    hash_direct<<<blocks, kDirectThreads, 0, stream>>>(args, out, table);
+  }
+  return cudaGetLastError();
 }
 
 // One token as a lane holds it.
@@ -162,17 +191,12 @@ __global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_const
 
 cudaError_t write(cudaStream_t stream, const WriteArgs& args, uint64_t* token_hashes, uint32_t* token_tags, const HostSources& sources) {
   TokenHashes hashes{nullptr, nullptr, sources.set.count};
-  unsigned blocks = 0;
   if (sources.set.count > 0 && args.tokens > 0) {
     hashes.hashes = token_hashes;
     hashes.tags = args.source_tags != nullptr ? token_tags : nullptr;
-    DeviceSources table;
-    if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
-    const int64_t per_block = kWarpsPerBlock * (kWarp >> table.lanes_log2);
-    if (cudaError_t e = grid_blocks(ceil_div(args.tokens, per_block), 16, &blocks); e != cudaSuccess) return e;
-    hash_tokens<<<blocks, kThreads, 0, stream>>>(args, hashes, table);
-    if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+    if (cudaError_t e = launch_hash(stream, args, hashes, sources); e != cudaSuccess) return e;
   }
+  unsigned blocks = 0;
   if (cudaError_t e = grid_blocks(ceil_div(args.capacity, kChainWarps), 16, &blocks); e != cudaSuccess) return e;
   write_chains<<<blocks, kChainThreads, 0, stream>>>(args, hashes);
   return cudaGetLastError();
