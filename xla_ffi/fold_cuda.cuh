@@ -14,13 +14,19 @@ namespace kvcanary::cuda {
 // came before. Rows are padded by 16 bytes, so that the lanes' 16-byte reads fall into different banks.
 inline constexpr int kStageBytes = 256;
 inline constexpr int kStageRow = kStageBytes + 16;
-inline constexpr int kStages = 2;
 
+template <int kDepth>
 struct alignas(16) WarpStages {
-  unsigned char rows[kStages][kWarp][kStageRow];
+  static constexpr int kStages = kDepth;
+
+  unsigned char rows[kDepth][kWarp][kStageRow];
   const unsigned char* starts[kWarp];
   int32_t sizes[kWarp];
 };
+
+// Many warps hide each other's latency and need little memory each; few warps keep all they can in flight.
+using ShallowStages = WarpStages<2>;
+using DeepStages = WarpStages<8>;
 
 __device__ inline void copy_async16(void* to, const void* from) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -33,20 +39,23 @@ __device__ inline void wait_copies() {
 }
 
 // Asks for chunk `chunk` of every lane's bytes.
-__device__ inline void fetch_chunk(WarpStages& stages, int chunk) {
+template <typename Stages>
+__device__ inline void fetch_chunk(Stages& stages, int chunk) {
   const int column = (threadIdx.x % 16) * 16;
   const int first = threadIdx.x % kWarp / 16;
   const int offset = chunk * kStageBytes + column;
 #pragma unroll
   for (int i = 0; i < kWarp / 2; ++i) {
     const int row = 2 * i + first;
-    if (offset < stages.sizes[row]) copy_async16(&stages.rows[chunk % kStages][row][column], stages.starts[row] + offset);
+    if (offset < stages.sizes[row]) copy_async16(&stages.rows[chunk % Stages::kStages][row][column], stages.starts[row] + offset);
   }
   commit_copies();
 }
 
 // Folds `size` bytes (a multiple of 16) at `start` of each lane; the whole warp calls it, size 0 where a lane has nothing.
-__device__ inline uint64_t staged_fold(WarpStages& stages, const unsigned char* start, int32_t size) {
+template <typename Stages>
+__device__ inline uint64_t staged_fold(Stages& stages, const unsigned char* start, int32_t size) {
+  constexpr int kStages = Stages::kStages;
   const int lane = threadIdx.x % kWarp;
   stages.starts[lane] = start;
   stages.sizes[lane] = size;
@@ -85,8 +94,8 @@ __device__ inline int lanes_log2_for(int32_t sources, int64_t slots, int64_t thr
 // Hashes every source of the warp's slots: lanes that share a slot take one source each, round by round, and `add(index, hash,
 // geometry)` is then called by all of them for each source in order. `use(index)` tells which sources are read; slot < 0 reads
 // nothing. The whole warp calls it. `stages` is null where nothing is staged.
-template <typename Use, typename Add>
-__device__ inline void fold_slot_sources(const DeviceSources& table, int lanes_log2, int32_t slot, WarpStages* stages, const Use& use,
+template <typename Stages, typename Use, typename Add>
+__device__ inline void fold_slot_sources(const DeviceSources& table, int lanes_log2, int32_t slot, Stages* stages, const Use& use,
                                          const Add& add) {
   const int lane = threadIdx.x % kWarp;
   const int width = 1 << lanes_log2;
@@ -127,6 +136,27 @@ __device__ inline void fold_slot_sources(const DeviceSources& table, int lanes_l
       if (slot >= 0 && use(base + j)) add(base + j, other, table.geometry(table.source(base + j)));
     }
   }
+}
+
+// Launches the kernel that `kernel_for` names for a type of stages: deep ones in blocks of one warp while these fit on the
+// device at once, else shallow ones in blocks of `threads`.
+template <typename KernelFor, typename... Args>
+cudaError_t launch_staged(cudaStream_t stream, int64_t lanes, int threads, const KernelFor& kernel_for, const Args&... args) {
+  unsigned few = 0;
+  if (cudaError_t e = grid_blocks(ceil_div(lanes, kWarp), 3, &few); e != cudaSuccess) return e;
+  if (ceil_div(lanes, kWarp) <= few) {
+    const auto kernel = kernel_for(static_cast<DeepStages*>(nullptr));
+    if (cudaError_t e = allow_shared(kernel, sizeof(DeepStages)); e != cudaSuccess) return e;
+    kernel<<<few, kWarp, sizeof(DeepStages), stream>>>(args...);
+    return cudaGetLastError();
+  }
+  const auto kernel = kernel_for(static_cast<ShallowStages*>(nullptr));
+  const size_t bytes = static_cast<size_t>(threads / kWarp) * sizeof(ShallowStages);
+  unsigned blocks = 0;
+  if (cudaError_t e = allow_shared(kernel, bytes); e != cudaSuccess) return e;
+  if (cudaError_t e = grid_blocks(ceil_div(lanes, threads), 3, &blocks); e != cudaSuccess) return e;
+  kernel<<<blocks, threads, bytes, stream>>>(args...);
+  return cudaGetLastError();
 }
 
 }  // namespace kvcanary::cuda

@@ -1,6 +1,7 @@
 // verify and verify_fused on CUDA: a small kernel opens the launch, then warps take entries, their lanes the sources.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "fold_cuda.cuh"
 #include "kernels_cuda.h"
@@ -178,9 +179,9 @@ __device__ uint64_t predecessor_hash(const VerifyArgs& a, const VerifyEntry& e, 
 }
 
 // Checks entries [first, last) of a launch, 32 >> lanes_log2 at a time.
-template <typename Entries>
+template <typename Entries, typename Stages>
 __device__ void check_range(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, int lanes_log2, int64_t first,
-                            int64_t last, WarpStages* stages) {
+                            int64_t last, Stages* stages) {
   if (first >= last) return;
   const SourceWindow window = source_window(a);
   const int lane = threadIdx.x % kWarp;
@@ -224,8 +225,8 @@ __device__ void check_range(const VerifyArgs& a, const Entries& entries, const D
 }
 
 // Every warp takes one run of consecutive entries, so that rows are looked up once and chains stay in registers.
-template <typename Entries>
-__device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, WarpStages* stages) {
+template <typename Entries, typename Stages>
+__device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, Stages* stages) {
   if (!entries.enabled()) return;
   const int64_t total = entries.total(a);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
@@ -241,14 +242,14 @@ __device__ void check_share(const VerifyArgs& a, const Entries& entries, const D
 template <typename Entries>
 __global__ void __launch_bounds__(kDirectThreads, 3)
     check_direct(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
-  check_share(a, entries, sources, nullptr);
+  check_share<Entries, DeepStages>(a, entries, sources, nullptr);
 }
 
-template <typename Entries>
+template <typename Entries, typename Stages>
 __global__ void __launch_bounds__(kStagedThreads)
     check_staged(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
   extern __shared__ __align__(16) unsigned char shared[];
-  check_share(a, entries, sources, reinterpret_cast<WarpStages*>(shared) + threadIdx.x / kWarp);
+  check_share(a, entries, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
 }
 
 template <typename Entries>
@@ -259,10 +260,8 @@ cudaError_t launch_check(cudaStream_t stream, const VerifyArgs& args, const Entr
   const int64_t lanes = most_entries * std::min<int64_t>(std::max(table.count, 1), kWarp);
   unsigned blocks = 0;
   if (table.staged) {
-    constexpr size_t kShared = kStagedThreads / kWarp * sizeof(WarpStages);
-    if (cudaError_t e = allow_shared(check_staged<Entries>, kShared); e != cudaSuccess) return e;
-    if (cudaError_t e = grid_blocks(ceil_div(lanes, kStagedThreads), 3, &blocks); e != cudaSuccess) return e;
-    check_staged<Entries><<<blocks, kStagedThreads, kShared, stream>>>(args, entries, table);
+    return launch_staged(
+        stream, lanes, kStagedThreads, [](auto* stages) { return check_staged<Entries, std::remove_pointer_t<decltype(stages)>>; }, args, entries, table);
   } else {
     if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
     check_direct<Entries><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);

@@ -1,6 +1,7 @@
 // write on CUDA: all tokens' real-KV hashes by the whole grid, then a warp a request runs the chain and stores.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "fold_cuda.cuh"
 #include "kernels_cuda.h"
@@ -23,7 +24,8 @@ struct TokenHashes {
   int32_t sources;
 };
 
-__device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, WarpStages* stages) {
+template <typename Stages>
+__device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, Stages* stages) {
   const int lane = threadIdx.x % kWarp;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
@@ -46,13 +48,14 @@ __device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const Dev
 
 __global__ void __launch_bounds__(kDirectThreads)
     hash_direct(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
-  hash_share(a, out, sources, nullptr);
+  hash_share<DeepStages>(a, out, sources, nullptr);
 }
 
+template <typename Stages>
 __global__ void __launch_bounds__(kStagedThreads)
     hash_staged(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
   extern __shared__ __align__(16) unsigned char shared[];
-  hash_share(a, out, sources, reinterpret_cast<WarpStages*>(shared) + threadIdx.x / kWarp);
+  hash_share(a, out, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
 }
 
 cudaError_t launch_hash(cudaStream_t stream, const WriteArgs& args, const TokenHashes& out, const HostSources& sources) {
@@ -61,10 +64,8 @@ cudaError_t launch_hash(cudaStream_t stream, const WriteArgs& args, const TokenH
   const int64_t lanes = args.tokens * std::min<int64_t>(std::max(table.count, 1), kWarp);
   unsigned blocks = 0;
   if (table.staged) {
-    constexpr size_t kShared = kStagedThreads / kWarp * sizeof(WarpStages);
-    if (cudaError_t e = allow_shared(hash_staged, kShared); e != cudaSuccess) return e;
-    if (cudaError_t e = grid_blocks(ceil_div(lanes, kStagedThreads), 3, &blocks); e != cudaSuccess) return e;
-    hash_staged<<<blocks, kStagedThreads, kShared, stream>>>(args, out, table);
+    return launch_staged(
+        stream, lanes, kStagedThreads, [](auto* stages) { return hash_staged<std::remove_pointer_t<decltype(stages)>>; }, args, out, table);
   } else {
     if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
     hash_direct<<<blocks, kDirectThreads, 0, stream>>>(args, out, table);
@@ -86,26 +87,46 @@ __device__ Token load_token(const WriteArgs& a, int64_t i, int64_t end) {
   return {slot, static_cast<uint64_t>(a.input_ids[i]), static_cast<uint64_t>(a.positions[i]), classify(a, slot)};
 }
 
-// What lane j needs to know of the chain at its token.
+// What a lane needs to know of the chain at its token.
 struct LaneChain {
   uint64_t running_hash;
   uint64_t prev_position;
   bool wrong_position;
 };
 
-// Runs the chain over a warp's 32 tokens: every lane computes all of it, each keeps its own place.
-__device__ LaneChain run_chain(Chain& chain, const Token& mine, unsigned stored) {
+struct alignas(16) ChainInput {
+  uint64_t token;
+  uint64_t position;
+};
+
+// A warp's tokens without those that are not stored, and the running hash before each (and after the last).
+struct WarpChain {
+  ChainInput inputs[kWarp];
+  uint64_t running[kWarp + 1];
+};
+
+// Runs the chain over a warp's 32 tokens. Its loop does nothing but hash: inputs come from and results go to shared memory.
+__device__ LaneChain run_chain(WarpChain& shared, Chain& chain, const Token& mine, unsigned stored) {
   const int lane = threadIdx.x % kWarp;
-  const int rounds = kWarp - __clz(static_cast<int>(stored));  // lanes past the last stored token see the end of the chain
-  LaneChain kept{};
-  for (int j = 0; j < rounds; ++j) {
-    const uint64_t token = __shfl_sync(kFullMask, mine.token, j);
-    const uint64_t position = __shfl_sync(kFullMask, mine.position, j);
-    if (lane == j) kept = {chain.running_hash, chain.prev_position, chain.position_is_wrong(position)};
-    if (stored >> j & 1) chain.advance(token, position);
+  const int rank = __popc(stored & ((1u << lane) - 1));  // stored tokens before mine
+  const int count = __popc(stored);
+  if (stored >> lane & 1) shared.inputs[rank] = {mine.token, mine.position};
+  __syncwarp();
+  uint64_t running = chain.running_hash;
+#pragma unroll 4
+  for (int j = 0; j < count; ++j) {
+    const ChainInput input = shared.inputs[j];
+    shared.running[j] = running;
+    running = mix3(running, input.token, input.position);
   }
-  if (lane >= rounds) kept = {chain.running_hash, chain.prev_position, false};
-  return kept;
+  shared.running[count] = running;
+  __syncwarp();
+  LaneChain place{shared.running[rank], rank > 0 ? shared.inputs[rank - 1].position : chain.prev_position, false};
+  place.wrong_position = chain.assert_position && mine.position != place.prev_position + 1;
+  if (count > 0) chain.prev_position = shared.inputs[count - 1].position;
+  chain.running_hash = running;
+  __syncwarp();
+  return place;
 }
 
 __device__ void store_token(const WriteArgs& a, const TokenHashes& hashes, int64_t i, const Token& t, uint64_t running_hash,
@@ -130,7 +151,7 @@ __device__ bool report_token(const WriteArgs& a, int64_t r, int64_t i, const Tok
   return reasons != 0 || chain.wrong_position;
 }
 
-__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r) {
+__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r, WarpChain& shared) {
   const int lane = threadIdx.x % kWarp;
   const WriteSegment segment = write_segment(a, r);
   bool bad = a.extended && segment.status != 0;
@@ -153,7 +174,7 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
       next = load_token(a, i + kWarp, segment.end);
       const uint64_t real_kv_hash = store && hashes.hashes != nullptr ? hashes.hashes[i] : 0;
       const unsigned stored = __ballot_sync(kFullMask, store);
-      const LaneChain place = run_chain(chain, mine, stored);
+      const LaneChain place = run_chain(shared, chain, mine, stored);
       if (report_token(a, r, i, mine, place, real_kv_hash)) bad = true;
       __syncwarp();
       // Of lanes with one slot the last stores.
@@ -171,6 +192,7 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
 }
 
 __global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes) {
+  __shared__ WarpChain shared[kChainWarps];
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     add_count(a.log.kernel_runs, 1);
     normalize_index(a.log);
@@ -180,7 +202,7 @@ __global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_const
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * kChainWarps + threadIdx.x / kWarp; r < a.capacity;
        r += static_cast<int64_t>(gridDim.x) * kChainWarps) {
     if (r < requests) {
-      write_request(a, hashes, r);
+      write_request(a, hashes, r, shared[threadIdx.x / kWarp]);
     } else if (threadIdx.x % kWarp == 0) {
       a.verdict[r] = kNotChecked;
     }
