@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fold_cpu.h"
 #include "kernels_cpu.h"
 #include "log_cpu.h"
 
@@ -36,38 +37,64 @@ void mark(const VerifyArgs& args, const VerifyEntry& e, bool bad) {
   if (bad) lower_to(&args.first_bad_position[e.batch_row], verdict_position(e.expected_position));
 }
 
-RealKvCheck check_real_kv(const VerifyArgs& args, const SourceWindow& window, uint32_t slot, const Record& record) {
-  const uint32_t* tags = args.source_tags == nullptr ? nullptr : args.source_tags + static_cast<int64_t>(slot) * args.sources.count;
-  RealKvFold fold;
-  for (int32_t i = 0; i < args.sources.count; ++i) {
-    if (!window.contains(i)) continue;
-    const Source& source = args.sources.sources[i];
-    const SourceGeometry& g = args.sources.geometries[source.geometry];
-    fold.add(i, fold_source(source, g, slot), g, tags);
-  }
-  return window.count < window.total ? fold.against_tags() : fold.against_record(record);
-}
+// Entries whose slots are read, kept until there are enough to hash together; rows keep their order, since every entry passes here.
+class EntryGroup {
+ public:
+  EntryGroup(const VerifyArgs& args, const SourceWindow& window, RowCollector& rows) : args_(args), window_(window), rows_(rows) {}
 
-void check_entry(const VerifyArgs& args, const SourceWindow& window, const VerifyEntry& e, RowCollector& rows) {
-  switch (classify(args, e.slot)) {
-    case EntryClass::kSkip:
-      return;
-    case EntryClass::kOutOfRange:
-      if (!args.extended) return;
-      rows.add(out_of_range_row(args, e));
-      return mark(args, e, true);
-    case EntryClass::kCheck:
-      break;
+  void add(const VerifyEntry& e) {
+    switch (classify(args_, e.slot)) {
+      case EntryClass::kSkip:
+        return;
+      case EntryClass::kOutOfRange:
+        if (!args_.extended) return;
+        flush();
+        rows_.add(out_of_range_row(args_, e));
+        return mark(args_, e, true);
+      case EntryClass::kCheck:
+        slots_[count_] = static_cast<uint32_t>(e.slot);
+        entries_[count_++] = e;
+        if (count_ == kFoldGroup) flush();
+    }
   }
-  const Record record = load_record(args.records, e.slot);
-  const uint64_t prev_hash = prev_is_readable(args, e.prev_slot) ? chain_next(load_record(args.records, e.prev_slot)) : 0;
-  const ChainExpectation chain = expect_chain(args, e, record, prev_hash);
-  const RealKvCheck real = check_real_kv(args, window, static_cast<uint32_t>(e.slot), record);
-  const bool unwritten = args.extended && is_unwritten(args.records, e.slot, record);
-  const uint32_t reason = entry_reasons(args, e, record, chain, real.bad, unwritten);
-  if (reason != 0) rows.add(checked_row(args, e, reason, record, chain, real));
-  mark(args, e, reason != 0);
-}
+
+  void flush() {
+    RealKvFold folds[kFoldGroup];
+    for (int32_t k = 0; k < args_.sources.count; ++k) {
+      if (!window_.contains(k)) continue;
+      const Source& source = args_.sources.sources[k];
+      const SourceGeometry& g = args_.sources.geometries[source.geometry];
+      uint64_t hashes[kFoldGroup];
+      fold_group(source, g, slots_, count_, hashes);
+      for (int i = 0; i < count_; ++i) folds[i].add(k, hashes[i], g, tags(slots_[i]));
+    }
+    for (int i = 0; i < count_; ++i) judge(entries_[i], folds[i]);
+    count_ = 0;
+  }
+
+ private:
+  const uint32_t* tags(uint32_t slot) const {
+    return args_.source_tags == nullptr ? nullptr : args_.source_tags + static_cast<int64_t>(slot) * args_.sources.count;
+  }
+
+  void judge(const VerifyEntry& e, const RealKvFold& fold) {
+    const Record record = load_record(args_.records, e.slot);
+    const uint64_t prev_hash = prev_is_readable(args_, e.prev_slot) ? chain_next(load_record(args_.records, e.prev_slot)) : 0;
+    const ChainExpectation chain = expect_chain(args_, e, record, prev_hash);
+    const RealKvCheck real = window_.count < window_.total ? fold.against_tags() : fold.against_record(record);
+    const bool unwritten = args_.extended && is_unwritten(args_.records, e.slot, record);
+    const uint32_t reason = entry_reasons(args_, e, record, chain, real.bad, unwritten);
+    if (reason != 0) rows_.add(checked_row(args_, e, reason, record, chain, real));
+    mark(args_, e, reason != 0);
+  }
+
+  const VerifyArgs& args_;
+  const SourceWindow& window_;
+  RowCollector& rows_;
+  VerifyEntry entries_[kFoldGroup];
+  uint32_t slots_[kFoldGroup];
+  int count_ = 0;
+};
 
 void start_launch(const VerifyArgs& args) {
   std::fill_n(args.verdict, args.batch_size, static_cast<int32_t>(kNotChecked));
@@ -92,8 +119,9 @@ void check_entries(const VerifyArgs& args, int64_t total, const Visit& visit, Ex
   std::vector<RowCollector> rows(static_cast<size_t>(chunks), RowCollector(room));
   executor.run(chunks, [&](int64_t chunk) {
     const int64_t first = chunk * per_chunk;
-    visit(first, std::min(total, first + per_chunk),
-          [&](const VerifyEntry& e) { check_entry(args, window, e, rows[static_cast<size_t>(chunk)]); });
+    EntryGroup group(args, window, rows[static_cast<size_t>(chunk)]);
+    visit(first, std::min(total, first + per_chunk), [&](const VerifyEntry& e) { group.add(e); });
+    group.flush();
   });
   for (const RowCollector& collected : rows) append_rows(args.log, collected);
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fold_cpu.h"
 #include "kernels_cpu.h"
 #include "log_cpu.h"
 
@@ -21,6 +22,23 @@ struct TokenHashes {
   std::vector<uint32_t> tags;      // [tokens, sources]
 };
 
+// Hashes the slots of up to kFoldGroup tokens.
+void hash_group(const WriteArgs& args, const int64_t* tokens, const uint32_t* slots, int count, TokenHashes& hashes) {
+  const int32_t sources = args.sources.count;
+  uint64_t combined[kFoldGroup] = {};
+  for (int32_t k = 0; k < sources; ++k) {
+    const Source& source = args.sources.sources[k];
+    const SourceGeometry& g = args.sources.geometries[source.geometry];
+    uint64_t folded[kFoldGroup];
+    fold_group(source, g, slots, count, folded);
+    for (int i = 0; i < count; ++i) {
+      combined[i] = combine_source(combined[i], folded[i], g);
+      if (args.source_tags != nullptr) hashes.tags[static_cast<size_t>(tokens[i] * sources + k)] = source_tag(folded[i]);
+    }
+  }
+  for (int i = 0; i < count; ++i) hashes.combined[static_cast<size_t>(tokens[i])] = combined[i];
+}
+
 TokenHashes hash_tokens(const WriteArgs& args, Executor& executor) {
   TokenHashes hashes;
   hashes.combined.assign(static_cast<size_t>(args.tokens), 0);
@@ -30,19 +48,19 @@ TokenHashes hash_tokens(const WriteArgs& args, Executor& executor) {
   const int64_t per_chunk = tokens_per_chunk(args);
   executor.run((args.tokens + per_chunk - 1) / per_chunk, [&](int64_t chunk) {
     const int64_t last = std::min(args.tokens, (chunk + 1) * per_chunk);
+    int64_t tokens[kFoldGroup];
+    uint32_t slots[kFoldGroup];
+    int count = 0;
     for (int64_t i = chunk * per_chunk; i < last; ++i) {
       const int64_t slot = args.out_cache_loc[i];
       if (classify(args, slot) != WriteClass::kStore) continue;
-      uint64_t combined = 0;
-      for (int32_t k = 0; k < sources; ++k) {
-        const Source& source = args.sources.sources[k];
-        const SourceGeometry& g = args.sources.geometries[source.geometry];
-        const uint64_t hash = fold_source(source, g, static_cast<uint32_t>(slot));
-        combined = combine_source(combined, hash, g);
-        if (args.source_tags != nullptr) hashes.tags[static_cast<size_t>(i * sources + k)] = source_tag(hash);
-      }
-      hashes.combined[static_cast<size_t>(i)] = combined;
+      tokens[count] = i;
+      slots[count++] = static_cast<uint32_t>(slot);
+      if (count < kFoldGroup) continue;
+      hash_group(args, tokens, slots, count, hashes);
+      count = 0;
     }
+    hash_group(args, tokens, slots, count, hashes);
   });
   return hashes;
 }
