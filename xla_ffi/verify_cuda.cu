@@ -43,6 +43,13 @@ struct Fused {
   __device__ bool enabled() const { return true; }
   __device__ int64_t total(const VerifyArgs& a) const { return entry_offsets[a.batch_size]; }
 
+  __device__ bool positions_fit_int32() const {
+    const int64_t width = batch.kind == kTableFlat     ? batch.table.size
+                          : batch.kind == kTableBlocks ? batch.table_width * batch.page_size
+                                                       : batch.table_width;
+    return batch.kind != kTableIdentity && width <= kInt32Max;  // a ring's positions have no bound
+  }
+
   struct Cursor {
     int64_t row;
     int64_t row_end;   // number of the first entry past the row
@@ -180,9 +187,8 @@ __device__ uint64_t predecessor_hash(const VerifyArgs& a, const VerifyEntry& e, 
 
 // Checks entries [first, last) of a launch, 32 >> lanes_log2 at a time.
 template <typename Entries, typename Stages>
-__device__ void check_range(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, int lanes_log2, int64_t first,
+__device__ __noinline__ void check_range(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, int lanes_log2, int64_t first,
                             int64_t last, Stages* stages) {
-  if (first >= last) return;
   const SourceWindow window = source_window(a);
   const int lane = threadIdx.x % kWarp;
   const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
@@ -224,8 +230,156 @@ __device__ void check_range(const VerifyArgs& a, const Entries& entries, const D
   }
 }
 
+// What a round of the fused path knows of a lane's entry before its record is read.
+struct HotEntry {
+  int32_t slot;      // -1 where there is nothing to read
+  int32_t position;
+  int32_t row;
+  uint64_t anchor;   // chain hash of a head in this row
+  bool live;
+  bool follows;      // its predecessor is the entry before it
+};
+
+// Walks a warp's share of a fused launch, 32 entries a round, in 32-bit numbers counted from the share's first entry.
+class HotCursor {
+ public:
+  __device__ HotCursor(const VerifyArgs& a, const Fused& f, int64_t first, int32_t count)
+      : a_(a), f_(f), first_(first), count_(count), row_(static_cast<int32_t>(find_row_by_warp(f.entry_offsets, a.batch_size, first))) {
+    load_row();
+  }
+
+  // Slot before the share's first entry, where that has a predecessor; before any call of entry().
+  __device__ int32_t slot_before() const {
+    return shift_ > begin_ ? narrow(f_.batch.slot_at(row_, req_pool_idx_, shift_ - 1)) : -1;
+  }
+
+  __device__ HotEntry entry(int32_t k) {
+    HotEntry e{-1, 0, row_, anchor_, k < count_, false};
+    if (!e.live) return e;
+    if (k >= row_end_) {
+      do {
+        ++row_;
+      } while (first_ + k >= f_.entry_offsets[row_ + 1]);
+      load_row();
+      e.row = row_;
+      e.anchor = anchor_;
+    }
+    e.position = k + shift_;
+    e.follows = e.position > begin_;
+    e.slot = plain_ != nullptr ? plain_[e.position] : narrow(f_.batch.slot_at(row_, req_pool_idx_, e.position));
+    return e;
+  }
+
+ private:
+  __device__ void load_row() {
+    const RequestBatch& b = f_.batch;
+    const RequestSpan span = b.span(row_);
+    const int64_t end = f_.entry_offsets[row_ + 1] - first_;
+    row_end_ = static_cast<int32_t>(end < count_ ? end : count_);
+    shift_ = static_cast<int32_t>(span.begin - (f_.entry_offsets[row_] - first_));
+    begin_ = static_cast<int32_t>(span.begin);
+    req_pool_idx_ = span.req_pool_idx;
+    anchor_ = anchor_hash(static_cast<uint64_t>(a_.namespaces.get(row_, 0)));
+    const bool plain = b.kind == kTableRows && !b.table.wide && !b.has_mapping;
+    plain_ = plain ? static_cast<const int32_t*>(b.table.data) + req_pool_idx_ * b.table_width : nullptr;
+  }
+
+  const VerifyArgs& a_;
+  const Fused& f_;
+  const int64_t first_;
+  const int32_t count_;
+  int32_t row_;
+  int32_t row_end_ = 0;
+  int32_t shift_ = 0;
+  int32_t begin_ = 0;
+  int64_t req_pool_idx_ = 0;
+  uint64_t anchor_ = 0;
+  const int32_t* plain_ = nullptr;
+};
+
+// The full rules for one entry whose bytes are already hashed; true if it is good.
+template <typename Entries>
+__device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const Entries& entries, int64_t i, const RealKvFold& fold, bool rotated) {
+  typename Entries::Cursor cursor(entries, a, i);
+  const VerifyEntry e = cursor.entry(entries, i);
+  switch (classify(a, e.slot)) {
+    case EntryClass::kSkip:
+      return false;
+    case EntryClass::kOutOfRange:
+      if (a.extended) {
+        append_row(a.log, out_of_range_row(a, e));
+        mark_bad(a, e);
+      }
+      return false;
+    case EntryClass::kCheck:
+      break;
+  }
+  const Record record = load_record(a.records, e.slot);
+  const uint64_t prev_hash = prev_is_readable(a, e.prev_slot) ? chain_next(load_record(a.records, e.prev_slot)) : 0;
+  const RealKvCheck real = rotated ? fold.against_tags() : fold.against_record(record);
+  const ChainExpectation chain = expect_chain(a, e, record, prev_hash);
+  const bool unwritten = a.extended && is_unwritten(a.records, e.slot, record);
+  const uint32_t reason = entry_reasons(a, e, record, chain, real.bad, unwritten);
+  if (reason == 0) return true;
+  append_row(a.log, checked_row(a, e, reason, record, chain, real));
+  mark_bad(a, e);
+  return false;
+}
+
+// The hot loop: decides in few instructions that an entry is good, and leaves every other to the full rules.
+template <bool kFold, typename Stages>
+__device__ void check_hot(const VerifyArgs& a, const Fused& f, const DeviceSources& sources, int64_t first, int32_t count, Stages* stages) {
+  const SourceWindow window = source_window(a);
+  const bool rotated = window.count < window.total;
+  const int lane = threadIdx.x % kWarp;
+  const int32_t slots = static_cast<int32_t>(a.slots);
+  const int32_t padding = a.has_padding_slot && a.padding_slot >= 0 && a.padding_slot < a.slots ? static_cast<int32_t>(a.padding_slot) : -1;
+  OkMarker marker;
+  HotCursor cursor(a, f, first, count);
+  int32_t last_slot = cursor.slot_before();
+  if (last_slot < 0 || last_slot >= slots || last_slot == padding) last_slot = -1;
+  uint64_t last_next = last_slot >= 0 ? chain_next(load_record(a.records, last_slot)) : 0;
+  HotEntry upcoming = cursor.entry(lane);
+  for (int32_t base = 0; base < count; base += kWarp) {
+    const HotEntry e = upcoming;
+    const int32_t k = base + lane;
+    const bool readable = e.slot >= 0 && e.slot < slots && e.slot != padding;
+    Record record{};
+    if (readable) record = load_record(a.records, e.slot);
+    upcoming = cursor.entry(k + kWarp);  // its slot is on the way while this round works
+    RealKvFold fold;
+    if constexpr (kFold) {
+      const uint32_t* tags = a.source_tags == nullptr || !readable ? nullptr : a.source_tags + static_cast<int64_t>(e.slot) * sources.count;
+      fold_slot_sources(sources, 0, readable ? e.slot : -1, stages, [&](int32_t j) { return window.contains(j); },
+                        [&](int32_t j, uint64_t hash, const SourceGeometry& g) { fold.add(j, hash, g, tags); });
+    }
+    const uint64_t next = chain_next(record);
+    const int32_t own_slot = readable ? e.slot : -1;
+    int32_t near_slot = __shfl_up_sync(kFullMask, own_slot, 1);
+    uint64_t near_next = __shfl_up_sync(kFullMask, next, 1);
+    if (lane == 0) {
+      near_slot = last_slot;
+      near_next = last_next;
+    }
+    last_slot = __shfl_sync(kFullMask, own_slot, kWarp - 1);
+    last_next = __shfl_sync(kFullMask, next, kWarp - 1);
+    const bool chain_known = e.position == 0 || (e.follows && near_slot >= 0);
+    const uint64_t expected = e.position == 0 ? e.anchor : near_next;
+    bool good = readable && chain_known && record.prev_hash == expected && record.prev_hash != 0 &&
+                record.position == static_cast<uint64_t>(static_cast<uint32_t>(e.position));
+    good = good && (rotated ? fold.first_bad_source < 0 : fold.combined == record.real_kv_hash);
+    if (good && a.check_token) {
+      const int64_t token = f.batch.expected_token(e.row, a.req_pool_indices[e.row], e.position);
+      good = token == -1 || static_cast<int64_t>(record.token) == token;
+    }
+    if (e.live && !good) good = judge_slowly(a, f, first + k, fold, rotated);
+    __syncwarp();
+    marker.mark(a, e.row, good);
+  }
+}
+
 // Every warp takes one run of consecutive entries, so that rows are looked up once and chains stay in registers.
-template <typename Entries, typename Stages>
+template <bool kFold, typename Entries, typename Stages>
 __device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, Stages* stages) {
   if (!entries.enabled()) return;
   const int64_t total = entries.total(a);
@@ -236,20 +390,28 @@ __device__ void check_share(const VerifyArgs& a, const Entries& entries, const D
   const int64_t rounds = (total + per_round - 1) / per_round;
   const int64_t share = (rounds + warps - 1) / warps * per_round;
   const int64_t first = warp * share;
-  check_range(a, entries, sources, lanes_log2, first, first + share < total ? first + share : total, stages);
+  const int64_t last = first + share < total ? first + share : total;
+  if (first >= last) return;
+  if constexpr (std::is_same_v<Entries, Fused>) {
+    if (lanes_log2 == 0 && share <= (int64_t{1} << 30) && entries.positions_fit_int32()) {
+      check_hot<kFold>(a, entries, sources, first, static_cast<int32_t>(last - first), stages);
+      return;
+    }
+  }
+  check_range(a, entries, sources, lanes_log2, first, last, stages);
 }
 
-template <typename Entries>
-__global__ void __launch_bounds__(kDirectThreads, 3)
+template <typename Entries, bool kFold>
+__global__ void __launch_bounds__(kDirectThreads, kFold ? 3 : 4)
     check_direct(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
-  check_share<Entries, DeepStages>(a, entries, sources, nullptr);
+  check_share<kFold, Entries, DeepStages>(a, entries, sources, nullptr);
 }
 
 template <typename Entries, typename Stages>
 __global__ void __launch_bounds__(kStagedThreads)
     check_staged(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
   extern __shared__ __align__(16) unsigned char shared[];
-  check_share(a, entries, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
+  check_share<true>(a, entries, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
 }
 
 template <typename Entries>
@@ -262,9 +424,14 @@ cudaError_t launch_check(cudaStream_t stream, const VerifyArgs& args, const Entr
   if (table.staged) {
     return launch_staged(
         stream, lanes, kStagedThreads, [](auto* stages) { return check_staged<Entries, std::remove_pointer_t<decltype(stages)>>; }, args, entries, table);
+  }
+  // As many blocks as are resident at once, so that a share is as long as it can be.
+  const bool fold = table.count > 0;
+  if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), fold ? 3 : 4, &blocks); e != cudaSuccess) return e;
+  if (fold) {
+    check_direct<Entries, true><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
   } else {
-    if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
-    check_direct<Entries><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
+    check_direct<Entries, false><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
   }
   return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// write on CUDA: all tokens' real-KV hashes by the whole grid, then a warp a request runs the chain and stores.
+// write on CUDA: all tokens' real-KV hashes by the whole grid, then a block a request runs the chain and stores.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -14,8 +14,7 @@ namespace {
 
 constexpr int kDirectThreads = 256;
 constexpr int kStagedThreads = 128;
-constexpr int kChainThreads = 128;
-constexpr int kChainWarps = kChainThreads / kWarp;
+constexpr int kChainThreads = 2 * kWarp;  // one warp hashes, one loads and stores
 
 // Where the hashes of the tokens' slots lie between the two kernels; `hashes` is null if no source is read.
 struct TokenHashes {
@@ -99,33 +98,43 @@ struct alignas(16) ChainInput {
   uint64_t position;
 };
 
-// A warp's tokens without those that are not stored, and the running hash before each (and after the last).
-struct WarpChain {
+// 32 tokens on their way through the chain: those that are stored, and the running hash before each (and after the last).
+struct ChainRound {
   ChainInput inputs[kWarp];
   uint64_t running[kWarp + 1];
+  int32_t count;
 };
 
-// Runs the chain over a warp's 32 tokens. Its loop does nothing but hash: inputs come from and results go to shared memory.
-__device__ LaneChain run_chain(WarpChain& shared, Chain& chain, const Token& mine, unsigned stored) {
-  const int lane = threadIdx.x % kWarp;
-  const int rank = __popc(stored & ((1u << lane) - 1));  // stored tokens before mine
-  const int count = __popc(stored);
-  if (stored >> lane & 1) shared.inputs[rank] = {mine.token, mine.position};
-  __syncwarp();
-  uint64_t running = chain.running_hash;
+// Two rounds: while one warp hashes one, the other stores the round before and loads the round after.
+struct ChainRounds {
+  ChainRound round[2];
+};
+
+// The loop that a long prefill waits for: nothing but the hash, all else is the other warp's work.
+__device__ uint64_t run_chain(ChainRound& round, uint64_t running) {
+  const int count = round.count;
 #pragma unroll 4
   for (int j = 0; j < count; ++j) {
-    const ChainInput input = shared.inputs[j];
-    shared.running[j] = running;
+    const ChainInput input = round.inputs[j];
+    round.running[j] = running;
     running = mix3(running, input.token, input.position);
   }
-  shared.running[count] = running;
-  __syncwarp();
-  LaneChain place{shared.running[rank], rank > 0 ? shared.inputs[rank - 1].position : chain.prev_position, false};
-  place.wrong_position = chain.assert_position && mine.position != place.prev_position + 1;
-  if (count > 0) chain.prev_position = shared.inputs[count - 1].position;
-  chain.running_hash = running;
-  __syncwarp();
+  round.running[count] = running;
+  return running;
+}
+
+__device__ void put_inputs(ChainRound& round, const Token& mine, unsigned stored) {
+  const int lane = threadIdx.x % kWarp;
+  if (stored >> lane & 1) round.inputs[__popc(stored & ((1u << lane) - 1))] = {mine.token, mine.position};
+  if (lane == 0) round.count = __popc(stored);
+}
+
+// The chain at a lane's token, once its round is hashed; moves `prev_position` past the round.
+__device__ LaneChain place_in_chain(const ChainRound& round, const Token& mine, unsigned stored, bool assert_position, uint64_t& prev_position) {
+  const int rank = __popc(stored & ((1u << (threadIdx.x % kWarp)) - 1));  // stored tokens before mine
+  LaneChain place{round.running[rank], rank > 0 ? round.inputs[rank - 1].position : prev_position, false};
+  place.wrong_position = assert_position && mine.position != place.prev_position + 1;
+  if (stored != 0) prev_position = round.inputs[round.count - 1].position;
   return place;
 }
 
@@ -151,59 +160,91 @@ __device__ bool report_token(const WriteArgs& a, int64_t r, int64_t i, const Tok
   return reasons != 0 || chain.wrong_position;
 }
 
-__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r, WarpChain& shared) {
+// Stores and reports a round that is hashed; true if a row was reported.
+__device__ bool finish_round(const WriteArgs& a, const TokenHashes& hashes, int64_t r, int64_t i, const Token& mine, const LaneChain& place,
+                             const Provenance& stamp) {
   const int lane = threadIdx.x % kWarp;
+  const bool store = mine.kind == WriteClass::kStore;
+  const uint64_t real_kv_hash = store && hashes.hashes != nullptr ? hashes.hashes[i] : 0;
+  const bool bad = report_token(a, r, i, mine, place, real_kv_hash);
+  __syncwarp();
+  // Of lanes with one slot the last stores.
+  const unsigned same = __match_any_sync(kFullMask, mine.slot);
+  if (store && same >> lane == 1) store_token(a, hashes, i, mine, place.running_hash, real_kv_hash, stamp);
+  __syncwarp();
+  return bad;
+}
+
+// One request by the block's two warps: the first hashes, the second moves everything in and out.
+__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r, ChainRounds& shared) {
+  const int lane = threadIdx.x % kWarp;
+  const bool hashing = threadIdx.x < kWarp;
   const WriteSegment segment = write_segment(a, r);
-  bool bad = a.extended && segment.status != 0;
-  if (bad && lane == 0) append_row(a.log, segment_row(a, r));
+  const bool cut = a.extended && segment.status != 0;
+  if (cut && threadIdx.x == kWarp) append_row(a.log, segment_row(a, r));
+  if (segment.empty()) {
+    if (threadIdx.x == kWarp) a.verdict[r] = cut ? kBad : kNotChecked;
+    return;
+  }
+  const Chain chain = start_chain(a, r);
+  const int64_t rounds = (segment.end - segment.begin + kWarp - 1) / kWarp;
+  if (hashing) {
+    uint64_t running = chain.running_hash;
+    for (int64_t k = 0; k <= rounds; ++k) {
+      __syncthreads();
+      if (k < rounds) running = run_chain(shared.round[k % 2], running);
+    }
+    __syncthreads();
+    return;
+  }
+  const int64_t seed = a.seed_slots[r];
+  bool bad = cut || (a.extended && seed_is_out_of_range(a, seed));
+  if (a.extended && seed_is_out_of_range(a, seed) && lane == 0) append_row(a.log, seed_row(a, r, seed, chain.running_hash));
+  const Provenance stamp = provenance(a, r);
+  __syncwarp();
+  uint64_t prev_position = chain.prev_position;
   uint64_t stored_total = 0;
-  if (!segment.empty()) {
-    Chain chain = start_chain(a, r);
-    const int64_t seed = a.seed_slots[r];
-    if (a.extended && seed_is_out_of_range(a, seed)) {
-      if (lane == 0) append_row(a.log, seed_row(a, r, seed, chain.running_hash));
-      bad = true;
+  Token done{-1, 0, 0, WriteClass::kSkip};
+  Token hashed = load_token(a, segment.begin + lane, segment.end);
+  unsigned done_stored = 0;
+  unsigned hashed_stored = __ballot_sync(kFullMask, hashed.kind == WriteClass::kStore);
+  put_inputs(shared.round[0], hashed, hashed_stored);
+  for (int64_t k = 0; k <= rounds; ++k) {
+    __syncthreads();  // round k is loaded, round k - 1 is hashed
+    const int64_t i = segment.begin + k * kWarp + lane;
+    const Token next = load_token(a, i + kWarp, segment.end);
+    if (k > 0) {
+      const LaneChain place = place_in_chain(shared.round[(k - 1) % 2], done, done_stored, chain.assert_position, prev_position);
+      if (finish_round(a, hashes, r, i - kWarp, done, place, stamp)) bad = true;
+      stored_total += __popc(done_stored);
     }
-    const Provenance stamp = provenance(a, r);
+    done = hashed;
+    done_stored = hashed_stored;
+    hashed = next;
+    hashed_stored = __ballot_sync(kFullMask, next.kind == WriteClass::kStore);
+    put_inputs(shared.round[(k + 1) % 2], hashed, hashed_stored);
     __syncwarp();
-    Token next = load_token(a, segment.begin + lane, segment.end);
-    for (int64_t first = segment.begin; first < segment.end; first += kWarp) {
-      const Token mine = next;
-      const int64_t i = first + lane;
-      const bool store = mine.kind == WriteClass::kStore;
-      next = load_token(a, i + kWarp, segment.end);
-      const uint64_t real_kv_hash = store && hashes.hashes != nullptr ? hashes.hashes[i] : 0;
-      const unsigned stored = __ballot_sync(kFullMask, store);
-      const LaneChain place = run_chain(shared, chain, mine, stored);
-      if (report_token(a, r, i, mine, place, real_kv_hash)) bad = true;
-      __syncwarp();
-      // Of lanes with one slot the last stores.
-      const unsigned same = __match_any_sync(kFullMask, mine.slot);
-      if (store && same >> lane == 1) store_token(a, hashes, i, mine, place.running_hash, real_kv_hash, stamp);
-      __syncwarp();
-      stored_total += __popc(stored);
-    }
   }
   bad = __any_sync(kFullMask, bad);
   if (lane == 0) {
     a.verdict[r] = bad ? kBad : stored_total > 0 ? kOk : kNotChecked;
     if (stored_total > 0) add_count(a.log.slot_runs, stored_total);
   }
+  __syncthreads();
 }
 
 __global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes) {
-  __shared__ WarpChain shared[kChainWarps];
+  __shared__ ChainRounds shared;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     add_count(a.log.kernel_runs, 1);
     normalize_index(a.log);
   }
   __syncwarp();
   const int64_t requests = num_requests(a);
-  for (int64_t r = static_cast<int64_t>(blockIdx.x) * kChainWarps + threadIdx.x / kWarp; r < a.capacity;
-       r += static_cast<int64_t>(gridDim.x) * kChainWarps) {
+  for (int64_t r = blockIdx.x; r < a.capacity; r += gridDim.x) {
     if (r < requests) {
-      write_request(a, hashes, r, shared[threadIdx.x / kWarp]);
-    } else if (threadIdx.x % kWarp == 0) {
+      write_request(a, hashes, r, shared);
+    } else if (threadIdx.x == 0) {
       a.verdict[r] = kNotChecked;
     }
   }
@@ -219,7 +260,7 @@ cudaError_t write(cudaStream_t stream, const WriteArgs& args, uint64_t* token_ha
     if (cudaError_t e = launch_hash(stream, args, hashes, sources); e != cudaSuccess) return e;
   }
   unsigned blocks = 0;
-  if (cudaError_t e = grid_blocks(ceil_div(args.capacity, kChainWarps), 16, &blocks); e != cudaSuccess) return e;
+  if (cudaError_t e = grid_blocks(args.capacity, 16, &blocks); e != cudaSuccess) return e;
   write_chains<<<blocks, kChainThreads, 0, stream>>>(args, hashes);
   return cudaGetLastError();
 }
