@@ -10,6 +10,27 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jax_kvcanary.backend import BackendInfo, backend_info
 from jax_kvcanary.capacities import CanaryLaunchCapacities
+from jax_kvcanary.digest import (
+    RankDigest,
+    RankDigestResult,
+    RankDisagreement,
+    RankView,
+    check_rank_digests,
+    find_deviating_ranks,
+    rank_digest,
+)
+from jax_kvcanary.groups import (
+    Group,
+    GroupsDigestResult,
+    GroupsState,
+    GroupsVerifyResult,
+    GroupsWriteResult,
+    KvGroups,
+    TaggedLog,
+    join_layers,
+    split_layers,
+    translate_slots,
+)
 from jax_kvcanary.lowering import export_disabled_checks
 from jax_kvcanary.moves import (
     MoveResult,
@@ -26,6 +47,7 @@ from jax_kvcanary.moves import (
 )
 from jax_kvcanary.ops import adopt, plan, scatter_req_token_ids, verify, verify_fused, write
 from jax_kvcanary.report import LogReport, Provenance, Violation, decode_log
+from jax_kvcanary.sharding import ShardedOps, merge_reports, pack_verdicts, unpack_verdicts
 from jax_kvcanary.sources import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
 from jax_kvcanary.spec import CanaryLaunchTag, FailReason, RealKvHashMode, RecordFlag, Verdict
 from jax_kvcanary.state import (
@@ -54,17 +76,29 @@ __all__ = [
     "CanaryLaunchTag",
     "FailReason",
     "FlatTable",
+    "Group",
+    "GroupsDigestResult",
+    "GroupsState",
+    "GroupsVerifyResult",
+    "GroupsWriteResult",
     "IdentityTable",
+    "KvGroups",
     "LogReport",
     "MoveResult",
     "MoveStatus",
     "Plan",
     "Provenance",
+    "RankDigest",
+    "RankDigestResult",
+    "RankDisagreement",
+    "RankView",
     "RealKvHashMode",
     "RealKvSource",
     "RecordFlag",
     "RowTable",
     "ScatterResult",
+    "ShardedOps",
+    "TaggedLog",
     "TakenRecords",
     "Verdict",
     "VerifyPlan",
@@ -78,21 +112,30 @@ __all__ = [
     "allocate_records",
     "allocate_source_tags",
     "backend_info",
+    "check_rank_digests",
     "clip_read_bytes_aligned",
     "copy_records",
     "decode_log",
     "export_disabled_checks",
     "export_records",
+    "find_deviating_ranks",
     "import_records",
+    "join_layers",
     "make_packed_source",
     "make_row_source",
+    "merge_reports",
+    "pack_verdicts",
     "permute_records",
     "plan",
     "put_records",
+    "rank_digest",
     "release_records",
     "reset_records",
     "scatter_req_token_ids",
+    "split_layers",
     "take_records",
+    "translate_slots",
+    "unpack_verdicts",
     "validate_plan_statics",
     "verify",
     "verify_fused",

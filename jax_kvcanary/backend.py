@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import re
+from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -74,6 +76,22 @@ def expected_constant(name: str) -> int | None:
     return _CONSTANTS.get(name)
 
 
+def check_ffi_version(module_name: str, constants: dict[str, int]) -> None:
+    """Raise ImportError if a module was built with newer XLA FFI headers than this jaxlib's: it would break the whole backend."""
+    built = (constants["FFI_API_MAJOR"], constants["FFI_API_MINOR"])
+    header = Path(jaxlib.__file__).parent / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+        runs = (int(found["MAJOR"]), int(found["MINOR"]))
+    except (OSError, KeyError):
+        return  # a jaxlib without headers says nothing; its runtime checks the version itself
+    if built > runs:
+        raise ImportError(
+            f"kv-canary: {module_name} was built with XLA FFI {built[0]}.{built[1]}, jaxlib {jaxlib.__version__} runs {runs[0]}.{runs[1]}; "
+            "upgrade jax and jaxlib, or reinstall jax_kvcanary with build isolation (it then builds with the oldest supported headers)"
+        )
+
+
 def load() -> None:
     """Load the compiled modules and register their targets; called once, when the package is imported."""
     if _info:
@@ -83,6 +101,7 @@ def load() -> None:
     for module in loaded.values():
         if module is not None:
             check_constants(module.__name__, module.constants())
+            check_ffi_version(module.__name__, module.constants())
     for platform, module in loaded.items():
         name, ffi_platform = _MODULES[platform]
         if module is None:

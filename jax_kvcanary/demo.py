@@ -74,6 +74,7 @@ def serve() -> Served:
         real_kv_buffers=pool,
         step=1,
     )
+    assert written.source_tags is not None  # some were given
     return Served(pool, sources, written.records, written.source_tags, table)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import jaxlib
+import numpy as np
 
 import jax_kvcanary
 from jax_kvcanary import backend, spec
@@ -28,7 +29,7 @@ def report() -> tuple[list[str], list[str]]:
         f"jax_kvcanary {jax_kvcanary.__version__}, contract version {spec.TARGET_VERSION}",
         f"Python {platform.python_version()} ({sys.executable})",
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__} (supported: {'.'.join(map(str, backend.MIN_JAXLIB))} to the newest)",
-        f"x64 {'on' if jax.config.jax_enable_x64 else 'off'}",
+        f"x64 {'on' if jax.dtypes.canonicalize_dtype(np.int64) == np.int64 else 'off'}",
         *_modules(missing),
         *_devices(missing),
         *_tools(),

@@ -113,7 +113,12 @@ OPERATIONS = {
 
 def bind(name: str, operands: Sequence[Any], **params: Any) -> list[jax.Array]:
     """Apply the primitive of an operation to its flat operands."""
-    return PRIMITIVES[name].bind(*_match_varying([jnp.asarray(x) for x in operands]), **params)
+    return PRIMITIVES[name].bind(*_match_varying([_without_empty_constants(jnp.asarray(x)) for x in operands]), **params)
+
+
+def _without_empty_constants(x: jax.Array) -> jax.Array:
+    # jax 0.11 hoists constants out of shard_map, and XLA's partitioner crashes on a hoisted one without elements.
+    return jnp.zeros(x.shape, x.dtype) if 0 in x.shape else x
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -350,6 +350,8 @@ def _last_of_each(targets: jax.Array) -> jax.Array:
 
 def _gather(rows: jax.Array, slots: jax.Array) -> jax.Array:
     """Rows, zeros for slots past the end."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((slots.shape[0], rows.shape[1]), rows.dtype)
     return rows.at[slots].get(mode="fill", fill_value=0)
 
 
@@ -395,6 +397,8 @@ def _put(
 def _release(records: jax.Array, index: jax.Array, *, page_size: int) -> tuple[jax.Array, jax.Array]:
     slots, places = records.shape[0], records.shape[0] // page_size
     entries, status = _locate(index, places)
+    if slots == 0:
+        return records, status
     at = _expand(entries, places, slots, page_size)
     flags = records.at[at, FLAGS_WORD].get(mode="fill", fill_value=0) | jnp.uint32(spec.RecordFlag.FREE)
     return records.at[at, FLAGS_WORD].set(flags, mode="drop"), status

@@ -706,6 +706,10 @@ def _pair_sources(
             seen[id(buffer)] = len(unique)
             unique.append(jnp.asarray(buffer))
         places.append(seen[id(buffer)])
+        if unique[places[i]].dtype != buffer.dtype:
+            raise validation.error(
+                f"real_kv_buffers[{i}] has dtype {buffer.dtype}, which JAX converts while jax_enable_x64 is off; pass it as a JAX array"
+            )
     descriptors = []
     for i, source in enumerate(sources):
         index = i if source.buffer_index is None else source.buffer_index

@@ -132,6 +132,11 @@ class Violation:
             out.append(f"token {self.token} was written, expected {self.expected_token}")
         if FailReason.WRITE_POSITION in reasons:
             out.append(f"position {self.position} was written, expected {self.expected_position}")
+        if FailReason.RANK_DIGEST in reasons:
+            out.append(
+                f"this rank's digest is {self.real_kv_hash:#010x} (length {self.expected_position + 1}, chain {self.chain_hash:#018x}, "
+                f"capacity {self.aux}), that of another rank is {self.expected_real_kv_hash:#010x}"
+            )
         unknown = int(reasons) & ~sum(int(reason) for reason in FailReason)
         if unknown:
             out.append(f"unknown reason bits {unknown:#x}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_kvcanary import spec, validation
 
@@ -77,11 +76,11 @@ class ResolvedTable:
 
 def resolve_table(table: Any, *, bs: int) -> ResolvedTable:
     """Check ``req_to_token``, an array ``[rows, width]`` or one of the tables of this module."""
-    none = jnp.asarray(np.zeros((0,), np.int32))
+    none = jnp.zeros((0,), jnp.int32)
     if isinstance(table, BlockTable):
         page_size = validation.static_int("page_size", table.page_size, minimum=1, maximum=spec.INT32_MAX)
         blocks = validation.int_array("req_to_token", table.table, (None, None), pairs=False)
-        width = min(blocks.shape[1] * page_size, spec.INT32_MAX)
+        width = validation.fits_int32("blocks x page_size", blocks.shape[1] * page_size)
         return ResolvedTable(blocks, none, spec.TableKind.BLOCKS, page_size, blocks.shape[0], width)
     if isinstance(table, FlatTable):
         flat = validation.int_array("req_to_token", table.table, (None,), pairs=False)

@@ -9,10 +9,10 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if Path("/dev/nvidiactl").exists() else "cpu")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
-from jax_kvcanary import backend_info  # noqa: E402
+from jax_kvcanary import backend_info
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_kvcanary
@@ -18,6 +24,8 @@ ORDER = [
     "state",
     "sources",
     "tables",
+    "layouts",
+    "presets",
     "reference",
     "pure",
     "backend",
@@ -25,8 +33,11 @@ ORDER = [
     "ops",
     "moves",
     "capacities",
-    "canary",
     "report",
+    "digest",
+    "sharding",
+    "groups",
+    "canary",
     "monitor",
     "faults",
     "serving",
@@ -85,3 +96,13 @@ def test_all_is_what_the_package_offers() -> None:
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["validation", "state", "sources", "tables", "backend", "lowering", "ops", "moves", "capacities", "report"]
+)
+def test_the_examples_run(name: str) -> None:
+    """Docstring examples, with the names that a user imports."""
+    offered = {name: getattr(jax_kvcanary, name) for name in jax_kvcanary.__all__}
+    names = offered | {"jax": jax, "jnp": jnp, "np": np, "sys": sys}
+    assert doctest.testmod(importlib.import_module(f"jax_kvcanary.{name}"), extraglobs=names).failed == 0

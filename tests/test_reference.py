@@ -453,6 +453,17 @@ def test_rotation_over_all_sources_compares_the_combined_hash(tagged: Any) -> No
     assert [row[column] for column in (Column.REASON, Column.REAL_KV_HASH, Column.EXPECTED_REAL_KV_HASH)] == [2, 0, 0]
 
 
+def test_mode_none_reads_no_source(tagged: Any) -> None:
+    records, tags, buffers, more = tagged
+    arguments = {**more, "real_kv_hash_mode": RealKvHashMode.NONE, "real_kv_buffers": buffers}
+    # The stored hash is compared with 0, in a rotated check too, and no source is to blame.
+    for window in (None, (0, 1)):
+        row = only_row(verify(records, verify_plan([1], [-1]), source_tags=tags, source_window=window, **arguments).log)
+        assert [row[c] for c in (Column.REASON, Column.EXPECTED_REAL_KV_HASH, Column.FIRST_BAD_SOURCE)] == [4, 0, -1]
+    written = write_chain([2], source_tags=tags, **arguments)
+    assert (read_record(written.records, 2).real_kv_hash, written.source_tags[2].tolist()) == (0, [0, 0, 0])
+
+
 def test_rotation_needs_tags(tagged: Any) -> None:
     records, _, buffers, more = tagged
     with pytest.raises(ValueError, match="source_window requires source_tags"):

@@ -16,7 +16,12 @@ import pytest
 from jax_kvcanary import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
 
 FOLDERS = [Path(__file__).parent / "vectors", *([Path(os.environ["KVCANARY_VECTORS"])] if os.environ.get("KVCANARY_VECTORS") else [])]
-CALLS = [call for folder in FOLDERS if (folder / "source_factory.json").exists() for call in json.loads((folder / "source_factory.json").read_text())]
+CALLS = [
+    call
+    for folder in FOLDERS
+    if (folder / "source_factory.json").exists()
+    for call in json.loads((folder / "source_factory.json").read_text())
+]
 
 
 def run_call(name: str, arguments: dict[str, Any]) -> Any:
@@ -133,8 +138,18 @@ def test_source_errors(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "row_bytes"),
-    [("int4", 16), ("uint4", 16), ("float4_e2m1fn", 16), ("int8", 32), ("bool", 32), ("float8_e4m3fn", 32), ("bfloat16", 64), ("float32", 128)]
-    + [("complex64", 256), ("int2", 8)],
+    [
+        ("int4", 16),
+        ("uint4", 16),
+        ("float4_e2m1fn", 16),
+        ("int8", 32),
+        ("bool", 32),
+        ("float8_e4m3fn", 32),
+        ("bfloat16", 64),
+        ("float32", 128),
+        ("complex64", 256),
+        ("int2", 8),
+    ],
 )
 def test_sizes_come_from_bits(dtype: str, row_bytes: int) -> None:
     if row_bytes % 16:
@@ -149,7 +164,10 @@ def test_sizes_come_from_bits(dtype: str, row_bytes: int) -> None:
 
 def test_a_source_keeps_no_array_and_is_a_key() -> None:
     buffer = jnp.zeros((4, 2, 16), jnp.float32)
-    (one,), (same,) = make_row_source(layer_buffer=buffer, read_bytes=16), make_row_source(layer_buffer=(buffer.shape, buffer.dtype), read_bytes=16)
+    (one,), (same,) = (
+        make_row_source(layer_buffer=buffer, read_bytes=16),
+        make_row_source(layer_buffer=(buffer.shape, buffer.dtype), read_bytes=16),
+    )
     (other,) = make_row_source(layer_buffer=buffer, read_bytes=32)
     assert one == same and hash(one) == hash(same) and one != other
     assert not any(isinstance(value, (jax.Array, np.ndarray)) for value in vars(one).values())
@@ -174,7 +192,7 @@ def test_what_is_no_buffer() -> None:
         make_row_source(layer_buffer=3, read_bytes=16)
     with pytest.raises(ValueError, match=r"layer_buffer must be at least 2-D, got shape \(4,\)"):
         make_row_source(layer_buffer=((4,), "uint8"), read_bytes=16)
-    with pytest.raises(TypeError, match="RealKvSource.shape must be a tuple of ints, got int"):
+    with pytest.raises(TypeError, match=r"RealKvSource.shape must be a tuple of ints, got int"):
         RealKvSource(shape=4, page_size=1, num_bytes_per_token=16, read_bytes=16)
 
 

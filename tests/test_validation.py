@@ -1,4 +1,5 @@
 """Static checks: every message, at call time and under jit, and what becomes of 64-bit values."""
+# ruff: noqa: E501 - tables of cases, a case a line
 
 from __future__ import annotations
 
@@ -422,7 +423,11 @@ def test_only_keywords() -> None:
 
 
 def test_enums_and_numbers_are_one() -> None:
-    for tag, mode, flag in ((CanaryLaunchTag.TAIL_K_FULL, RealKvHashMode.ALL, RecordFlag.ADOPTED), (2, 2, 2), (np.int64(2), np.uint8(2), np.int8(2))):
+    for tag, mode, flag in (
+        (CanaryLaunchTag.TAIL_K_FULL, RealKvHashMode.ALL, RecordFlag.ADOPTED),
+        (2, 2, 2),
+        (np.int64(2), np.uint8(2), np.int8(2)),
+    ):
         assert int(call_verify(launch_tag=tag, real_kv_hash_mode=mode).log.kernel_run_counter[2, 0]) == 1
         assert int(call_write(launch_tag=tag, record_flags=flag, records=np.zeros((SLOTS, 16), np.uint32)).records[1, 11]) == 2
 
@@ -451,7 +456,9 @@ BIG = [2**31, 2**40 + 5, -(2**35)]
 def test_64_bit_values_are_never_truncated(form: str) -> None:
     values = {"list": BIG, "numpy": np.array(BIG), "pairs": np.array(BIG).view(np.uint32).reshape(3, 2), "x64": np.array(BIG)}[form]
     with jax.enable_x64(form == "x64"):
-        out = call_write(input_ids=values, positions=values, request_ids=values[:2], namespaces=values[1:], records=np.zeros((SLOTS, 16), np.uint32))
+        out = call_write(
+            input_ids=values, positions=values, request_ids=values[:2], namespaces=values[1:], records=np.zeros((SLOTS, 16), np.uint32)
+        )
         words = np.asarray(out.records)[1:4].view(np.int64)
     assert words[:, 0].tolist() == BIG and words[:, 1].tolist() == BIG
     assert words[:, 4].tolist() == [BIG[0], BIG[1], BIG[1]] and words[:, 6].tolist() == [BIG[1], BIG[2], BIG[2]]
@@ -480,12 +487,13 @@ def test_plan_operands_must_fit_int32(name: str, value: int) -> None:
 
 
 def test_table_must_fit_int32() -> None:
-    with pytest.raises(ValueError, match="^kv-canary: req_to_token must fit in int32"):
+    with pytest.raises(ValueError, match=r"^kv-canary: req_to_token must fit in int32"):
         call_plan(req_to_token=np.full((2, 2), 2**33))
 
 
 @pytest.mark.parametrize(
-    "name", ["req_pool_indices", "prefix_lens", "extend_seq_lens", "req_to_token", "full_to_swa_index_mapping", "req_to_verify_expected_tokens"]
+    "name",
+    ["req_pool_indices", "prefix_lens", "extend_seq_lens", "req_to_token", "full_to_swa_index_mapping", "req_to_verify_expected_tokens"],
 )
 def test_plans_are_wide_if_any_input_is(name: str) -> None:
     arrays: dict[str, Any] = {
@@ -517,7 +525,15 @@ def test_step_and_shard_may_be_traced() -> None:
 
 def test_chain_position_assert_forms() -> None:
     seeds = write_plan(write_seed_slot_indices=i32([5, 5]))
-    for value, rows in ((None, 0), (False, 0), (0, 0), (True, 2), (jnp.array([1], jnp.int32), 2), (jnp.array(True), 2), (np.array([2], np.int64), 2)):
+    for value, rows in (
+        (None, 0),
+        (False, 0),
+        (0, 0),
+        (True, 2),
+        (jnp.array([1], jnp.int32), 2),
+        (jnp.array(True), 2),
+        (np.array([2], np.int64), 2),
+    ):
         out = call_write(plan=seeds, enable_chain_position_assert=value, extended_checks=False)
         assert int(out.log.write_index[0]) == rows, value
 
@@ -570,8 +586,12 @@ def test_a_ring_without_rows_counts() -> None:
 
 
 def test_capacities() -> None:
-    sizes = CanaryLaunchCapacities.from_args(pool_slots=100, request_rows=8, graph_batch=16, draft_tokens=4, max_prefill_tokens=256, chunked_prefill_size=48)
-    assert sizes == CanaryLaunchCapacities(per_forward_verify_capacity=300, per_forward_write_req_capacity=16, per_forward_write_entry_capacity=64)
+    sizes = CanaryLaunchCapacities.from_args(
+        pool_slots=100, request_rows=8, graph_batch=16, draft_tokens=4, max_prefill_tokens=256, chunked_prefill_size=48
+    )
+    assert sizes == CanaryLaunchCapacities(
+        per_forward_verify_capacity=300, per_forward_write_req_capacity=16, per_forward_write_entry_capacity=64
+    )
     assert CanaryLaunchCapacities.from_args(pool_slots=1, request_rows=2, max_prefill_tokens=9).per_forward_write_entry_capacity == 9
     assert hash(sizes)
 
@@ -598,7 +618,7 @@ def test_capacity_errors(changes: dict[str, Any], error: type[Exception], messag
 
 
 def test_every_capacity_is_positive() -> None:
-    with pytest.raises(ValueError, match="^kv-canary: CanaryLaunchCapacities per_forward_write_req_capacity must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"^kv-canary: CanaryLaunchCapacities per_forward_write_req_capacity must be positive, got 0"):
         CanaryLaunchCapacities(per_forward_verify_capacity=1, per_forward_write_req_capacity=0, per_forward_write_entry_capacity=1)
 
 
@@ -620,6 +640,12 @@ def test_constants_must_agree() -> None:
             backend.check_constants("m", {name: 77})
 
 
+def test_a_module_newer_than_the_runtime_is_refused() -> None:
+    backend.check_ffi_version("m", {"FFI_API_MAJOR": 0, "FFI_API_MINOR": 1})
+    with pytest.raises(ImportError, match=r"^kv-canary: m was built with XLA FFI 0\.99, jaxlib .* runs 0\.\d+; upgrade jax and jaxlib"):
+        backend.check_ffi_version("m", {"FFI_API_MAJOR": 0, "FFI_API_MINOR": 99})
+
+
 def test_every_constant_of_the_compiled_module_is_compared() -> None:
     module = pytest.importorskip("jax_kvcanary._kvcanary_cpu", exc_type=ImportError)
     unknown = [name for name in module.constants() if backend.expected_constant(name) is None]
@@ -630,8 +656,21 @@ def test_every_constant_of_the_compiled_module_is_compared() -> None:
 def test_a_missing_target_is_named(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_targets", {})
     traced = jax.jit(lambda x: call_plan(prefix_lens=x, implementation="ffi")).trace(i32([1, 2]))
-    with pytest.raises(NotImplementedError, match=f"^kv-canary: implementation='ffi' asks for .* kvcanary_plan_v1, which platform '{platform}'"):
+    with pytest.raises(
+        NotImplementedError, match=f"^kv-canary: implementation='ffi' asks for .* kvcanary_plan_v1, which platform '{platform}'"
+    ):
         traced.lower(lowering_platforms=(platform,))
+
+
+def test_a_pool_that_jax_would_convert_is_refused() -> None:
+    pool = np.zeros((SLOTS, 4), np.float64)
+    arguments: dict[str, Any] = {"real_kv_sources": make_row_source(layer_buffer=pool, read_bytes=16), "real_kv_buffers": (pool,)}
+    with pytest.raises(
+        ValueError, match=r"^kv-canary: real_kv_buffers\[0\] has dtype float64, which JAX converts while jax_enable_x64 is off"
+    ):
+        call_verify(**arguments)
+    with jax.enable_x64(True):
+        call_verify(**arguments)
 
 
 def test_sources_of_one_buffer_are_passed_once() -> None:

@@ -220,7 +220,9 @@ inline void batch_tables(Frame& frame, RequestBatch& b) {
     if (dims.size() != 2) return frame.fail("table must be 2-D, got shape " + Frame::text(dims));
     b.table_rows = dims[0];
     b.table_width = dims[1];
-    if (b.kind == kTableBlocks && b.table_width > kInt32Max) return frame.fail("table is too wide");
+    if (b.kind == kTableBlocks && b.table_width > kInt32Max / b.page_size) {
+      return frame.fail("blocks x table_page_size must fit in int32");
+    }
   } else if (b.kind == kTableFlat && dims.size() != 1) {
     return frame.fail("table must be 1-D, got shape " + Frame::text(dims));
   } else if (b.kind == kTableIdentity && b.table_rows * b.table_width > kInt32Max) {
@@ -433,6 +435,7 @@ inline ScatterArgs decode_scatter(Frame& frame) {
   ScatterArgs a;
   a.flat_in = frame.ints("flat_in");
   a.offsets = frame.ints("offsets");
+  if (frame.ok() && a.offsets.size < 1) frame.fail("offsets must not be empty");
   a.req_pool_indices = frame.ints("req_pool_indices", frame.ok() ? a.offsets.size - 1 : -1);
   const BufferView pool = frame.next_arg("pool_out");
   if (frame.ok() && (pool.dtype != ffi::DataType::S32 || pool.dims.size() != 2)) {

@@ -43,7 +43,7 @@ void plan(const RequestBatch& batch, const PlanOutput& out, Executor& executor) 
     const RequestSpan span = batch.span(r);
     out.row_status[r] = static_cast<int32_t>(span.status);
     out.entry_offsets[r] = entries;
-    entries += span.entries();
+    entries = saturating_add(entries, span.entries(), kInt64Max);
     written = saturating_add(written, batch.write_length(r), top);
     out.write_offsets.store(r + 1, written);
     out.seed_slots.store(r, batch.seed_slot(r, span));

@@ -156,7 +156,7 @@ void verify_fused(const VerifyArgs& args, const RequestBatch& batch, Executor& e
   for (int64_t r = 0; r < bs; ++r) {
     const RequestSpan span = batch.span(r);
     if (span.status != 0) report_table_row(args, r, table_rows);
-    offsets[static_cast<size_t>(r) + 1] = offsets[static_cast<size_t>(r)] + span.entries();
+    offsets[static_cast<size_t>(r) + 1] = saturating_add(offsets[static_cast<size_t>(r)], span.entries(), kInt64Max);
   }
   append_rows(args.log, table_rows);
   const auto visit = [&](int64_t first, int64_t last, const auto& body) {

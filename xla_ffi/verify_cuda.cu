@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kOpenThreads) open_planned(const __grid_consta
 }
 
 struct Sum {
-  __device__ int64_t operator()(int64_t x, int64_t y) const { return x + y; }
+  __device__ int64_t operator()(int64_t x, int64_t y) const { return saturating_add(x, y, kInt64Max); }
 };
 
 // One block, which also scans the rows' entries.
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kOpenThreads) open_fused(const __grid_constant
       open_row(a, r, span.status != 0);
     }
     __syncwarp();
-    const int64_t through = entries + block_inclusive_scan<kOpenThreads>(row_entries, shared, Sum{});
+    const int64_t through = Sum{}(entries, block_inclusive_scan<kOpenThreads>(row_entries, shared, Sum{}));
     if (r < a.batch_size) fused.entry_offsets[r + 1] = through;
     if (threadIdx.x == kOpenThreads - 1) carry = through;
     __syncthreads();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_kvcanary.pure import words
+from jax_kvcanary.pure.target import current
 from jax_kvcanary.pure.words import U64
 
 _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -35,13 +35,28 @@ def take64(x: U64, index: jax.Array) -> U64:
     return U64(take(x.lo, index), take(x.hi, index))
 
 
-def take_rows(x: jax.Array, rows: jax.Array, count: int) -> list[jax.Array]:
-    """Columns ``0 .. count - 1`` of the rows of ``x [n, >= count]``, one array a column; every row in range."""
+def take_rows(x: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+    """Columns ``0 .. count - 1`` of rows of ``x [n, >= count]``, ``[count, rows]``; every row in range (zeros where ``x`` is empty)."""
     if x.shape[0] == 0:
-        return [jnp.zeros(rows.shape, x.dtype)] * count
+        return jnp.zeros((count, *rows.shape), x.dtype)
     numbers = lax.GatherDimensionNumbers(offset_dims=(0,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    out = lax.gather(x, rows[:, None], numbers, (1, count), mode=_IN_BOUNDS)  # [count, rows]
-    return [lax.index_in_dim(out, k, 0, keepdims=False) for k in range(count)]
+    return lax.gather(x, rows[:, None], numbers, (1, count), mode=_IN_BOUNDS)
+
+
+def take_columns(x: jax.Array, columns: jax.Array) -> jax.Array:
+    """``x[:, columns]``, every column in range."""
+    numbers = lax.GatherDimensionNumbers(offset_dims=(0,), collapsed_slice_dims=(1,), start_index_map=(1,))
+    return lax.gather(x, columns[:, None], numbers, (x.shape[0], 1), mode=_IN_BOUNDS)
+
+
+def row(x: jax.Array, k: int) -> jax.Array:
+    """``x[k]``."""
+    return lax.index_in_dim(x, k, 0, keepdims=False)
+
+
+def row64(x: jax.Array, k: int) -> U64:
+    """The ``k``-th 64-bit value of words ``[words, n]``."""
+    return U64(row(x, 2 * k), row(x, 2 * k + 1))
 
 
 def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
@@ -62,10 +77,6 @@ def put_min(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     return _combine(lax.scatter_min, x, index, values)
 
 
-def put_add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    return _combine(lax.scatter_add, x, index, values)
-
-
 def _combine(scatter: Any, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     numbers = lax.ScatterDimensionNumbers(update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
     return x if x.shape[0] == 0 else scatter(x, index[:, None], values, numbers, mode=_DROP)
@@ -74,11 +85,6 @@ def _combine(scatter: Any, x: jax.Array, index: jax.Array, values: jax.Array) ->
 def window(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     """``x[start : start + size]`` along axis 0; the window lies inside."""
     return lax.dynamic_slice_in_dim(x, start, size, axis=0)
-
-
-def window64(x: jax.Array, start: jax.Array, size: int) -> U64:
-    """A window of an integer operand."""
-    return words.from_operand(window(x, start, size))
 
 
 def put_window(x: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
@@ -103,28 +109,41 @@ def search(n: int, shape: tuple[int, ...], goes_right: Any) -> jax.Array:
 
     if n == 0:
         return low
-    return lax.fori_loop(np.int32(0), np.int32(n.bit_length()), step, (low, high))[0]
+    return words.repeat(n.bit_length(), step, (low, high))[0]
 
 
 def exclusive(inclusive: jax.Array) -> jax.Array:
-    """Exclusive prefix sums ``[n + 1]`` (the last is the total) from inclusive ones ``[n]``."""
-    return jnp.concatenate([jnp.zeros((1,), inclusive.dtype), inclusive])
+    """Exclusive prefix sums ``[..., n + 1]`` (the last is the total) from inclusive ones ``[..., n]``."""
+    return jnp.concatenate([jnp.zeros((*inclusive.shape[:-1], 1), inclusive.dtype), inclusive], axis=-1)
 
 
 def cumsum(x: jax.Array) -> jax.Array:
-    """Inclusive prefix sums of int32."""
-    return x if x.shape[0] == 0 else lax.cumsum(x, axis=0)
+    """Inclusive prefix sums of int32 along the last axis."""
+    return doubling(jnp.add, 0, x) if current().wide else lax.cumsum(x, axis=x.ndim - 1)
 
 
-def any_true(mask: jax.Array) -> jax.Array:
-    return jnp.any(mask)
+def cummax(x: jax.Array) -> jax.Array:
+    """Inclusive prefix maxima of int32 along the last axis."""
+    return doubling(jnp.maximum, -(2**31), x) if current().wide else lax.cummax(x, axis=x.ndim - 1)
+
+
+def doubling(combine: Any, identity: int, x: Any) -> Any:
+    """Inclusive prefixes along the last axis of an array, or of several as a pytree, in one small loop."""
+    leaves = jax.tree.leaves(x)
+    n = leaves[0].shape[-1]
+
+    def step(k: jax.Array, x: Any) -> Any:
+        shift = lax.shift_left(np.int32(1), k)
+
+        def before(y: jax.Array) -> jax.Array:
+            padded = jnp.concatenate([jnp.full(y.shape, np.array(identity).astype(y.dtype)), y], axis=-1)
+            return lax.dynamic_slice_in_dim(padded, np.int32(n) - shift, n, axis=y.ndim - 1)
+
+        return combine(x, jax.tree.map(before, x))
+
+    return words.repeat(max(n - 1, 0).bit_length(), step, x)
 
 
 def count(mask: jax.Array) -> jax.Array:
     """Number of true elements, int32."""
     return jnp.sum(lax.convert_element_type(mask, jnp.int32), dtype=jnp.int32)
-
-
-def stack_words(values: Sequence[U64]) -> list[jax.Array]:
-    """The words of several values, low word first."""
-    return [word for value in values for word in value]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_kvcanary.pure import words
-from jax_kvcanary.pure.indexing import count_not_above, exclusive, iota, put_window, take, take64
+from jax_kvcanary.pure.indexing import count_not_above, doubling, exclusive, iota, put_window, take, take64
 from jax_kvcanary.pure.words import U64
 from jax_kvcanary.spec import INT32_MAX, PLAN_INVALID_SLOT, FailReason, TableKind
 
@@ -19,12 +19,12 @@ _CHUNK = 4096
 
 
 class Entries(NamedTuple):
-    """Verify entries ``[n]``: 64-bit values and the batch row int32 (-1: unknown)."""
+    """Verify entries ``[n]``: 64-bit values (converted, or as they came) and the batch row int32 (-1: unknown)."""
 
-    slot: U64
-    expected_token: U64
-    expected_position: U64
-    prev_slot: U64
+    slot: Any
+    expected_token: Any
+    expected_position: Any
+    prev_slot: Any
     batch_row: jax.Array
 
 
@@ -112,7 +112,7 @@ class Batch:
 
     def totals(self) -> U64:
         """Entries up to and including each row, ``[bs]``."""
-        return words.cumsum_saturating(self.count, _INT64_MAX)
+        return _prefix_sums(self.count, _INT64_MAX)
 
     def entries(self, totals: U64, first: U64, n: int) -> Entries:
         """Entries ``first .. first + n - 1`` of the batch; those past its end hold anything."""
@@ -159,7 +159,7 @@ class Batch:
             column = words.clamp_int32(block, max(self.table.shape[1] - 1, 0))
             number = words.from_operand(take(self.table, base, column))
             slot = words.add(words.mul_const(number, self.page_size), words.from_uint32(within))
-            slot = words.select(words.is_negative(number), number, slot)
+            slot = words.select(words.below(number, INT32_MAX + 1), slot, number)  # what is no page number stays as it is
         elif self.kind == TableKind.FLAT:
             at = words.add(words.from_int32(base), position)
             slot = words.from_operand(take(self.table, words.clamp_int32(at, max(self.width - 1, 0))))
@@ -191,6 +191,14 @@ class Batch:
         if self.kind == TableKind.IDENTITY and self.width > 0:
             ring = words.divmod_const(last, self.width)[1]
         return words.select(words.is_negative(last), none, self.slot(row, last, ring))
+
+
+def _prefix_sums(a: U64, top: int) -> U64:
+    """Inclusive prefix sums of values in ``[0, 2**63)``, each at most ``top``."""
+    if a.shape[0] == 0:
+        return a
+    first = words.saturating_add(a, words.zeros(a.shape), top)
+    return doubling(lambda x, y: words.saturating_add(x, y, top), 0, first)
 
 
 def plan(
@@ -226,10 +234,10 @@ def plan(
 
     written = words.at_least_zero(words.from_operand(extend_seq_lens))
     written = words.select(batch.padding, words.zeros((bs,)), written)
-    ends = words.to_operand(words.cumsum_saturating(written, _INT64_MAX if wide else INT32_MAX), dtype)
+    ends = words.to_operand(_prefix_sums(written, _INT64_MAX if wide else INT32_MAX), dtype)
     write_offsets = jnp.concatenate([exclusive(ends), jnp.zeros((write_req_capacity - bs,), dtype)])
     continues = words.not_equal(written, words.zeros((bs,))) & (batch.status == np.int32(0))
-    seeds = words.to_operand(words.select(continues, batch.last_slot(), words.const(-1, (bs,))), dtype)
+    seeds = words.saturated(words.select(continues, batch.last_slot(), words.const(-1, (bs,))), dtype)
     seeds = jnp.concatenate([seeds, jnp.full((write_req_capacity - bs,), -1, dtype)])
 
     out = [jnp.zeros((verify_capacity,), dtype)] * 5
@@ -255,7 +263,7 @@ def _fill(batch: Batch, totals: U64, n: jax.Array, out: list[jax.Array], dtype: 
         first, out = carry
         start = jnp.minimum(first, np.int32(capacity - chunk))
         entries = batch.entries(totals, words.from_int32(start), chunk)
-        columns = [words.to_operand(value, dtype) for value in entries[:4]]
+        columns = [words.saturated(value, dtype) for value in entries[:4]]
         columns.append(lax.convert_element_type(entries.batch_row, dtype))
         # Never past n, which is at most 2**31 - 1.
         return first + jnp.minimum(np.int32(chunk), n - first), [put_window(x, y, start) for x, y in zip(out, columns, strict=True)]

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_kvcanary.pure import words
+from jax_kvcanary.pure import hashing, words
+from jax_kvcanary.pure.hashing import Hash
 from jax_kvcanary.pure.indexing import take
+from jax_kvcanary.pure.target import current
 from jax_kvcanary.pure.words import U64
 from jax_kvcanary.spec import PARTIAL_BYTES, RealKvHashMode
 
@@ -194,20 +196,15 @@ def _gather(buffer: jax.Array, geometry: Geometry, starts: jax.Array, slots: jax
     # Slices come out after the indices, in the order of their axes.
     windows = sorted(window for _, _, window in geometry.levels if window is not None)
     size = {window: count for count, _, window in geometry.levels if window is not None}
-    out = lax.gather(
-        buffer,
-        jnp.stack(index, axis=-1),
-        lax.GatherDimensionNumbers(
-            offset_dims=tuple(len(dims) + k for k in range(len(windows))),
-            collapsed_slice_dims=tuple(axis for axis in range(rank) if axis not in size),
-            start_index_map=tuple(range(rank)),
-        ),
-        tuple(size.get(axis, 1) for axis in range(rank)),
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(len(dims) + k for k in range(len(windows))),
+        collapsed_slice_dims=tuple(axis for axis in range(rank) if axis not in size),
+        start_index_map=tuple(range(rank)),
     )
+    out = _bits_at(buffer, jnp.stack(index, axis=-1), numbers, tuple(size.get(axis, 1) for axis in range(rank)), geometry.bits)
     loop = iter(range(len(loops)))
     order = [next(loop) if window is None else len(dims) + windows.index(window) for _, _, window in geometry.levels]
-    out = lax.transpose(_as_unsigned(out, geometry.bits), (*order, len(loops), len(loops) + 1))
+    out = lax.transpose(out, (*order, len(loops), len(loops) + 1))
     return lax.reshape(out, (geometry.elements, starts.shape[0] * slots.shape[0]))
 
 
@@ -216,8 +213,25 @@ def _divmod(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     return quotient, x - quotient * np.uint32(by)
 
 
+def _bits_at(buffer: jax.Array, index: jax.Array, numbers: lax.GatherDimensionNumbers, sizes: tuple[int, ...], bits: int) -> jax.Array:
+    """Gathered elements as unsigned integers of their width (of 8 bits for smaller ones)."""
+
+    def gather(buffer: jax.Array, index: jax.Array) -> jax.Array:
+        return lax.gather(buffer, index, numbers, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+    def plain(buffer: jax.Array, index: jax.Array) -> jax.Array:
+        return _as_unsigned(gather(buffer, index), bits)
+
+    def fused_view(buffer: jax.Array, index: jax.Array) -> jax.Array:
+        # The barrier ties the view to this iteration: hoisted out of the loop it would be a copy of the pool.
+        buffer, index = lax.optimization_barrier((buffer, index))
+        return gather(_as_unsigned(buffer, bits), index)
+
+    narrow_float = bits <= 16 and jnp.issubdtype(buffer.dtype, jnp.floating)
+    return (fused_view if narrow_float and current().widens_narrow_floats else plain)(buffer, index)
+
+
 def _as_unsigned(x: jax.Array, bits: int) -> jax.Array:
-    """The bits of elements as unsigned integers of the same width (of 8 bits for smaller ones)."""
     if x.dtype == jnp.bool_:
         return lax.convert_element_type(x, jnp.uint8)
     if bits < 8:
@@ -225,23 +239,26 @@ def _as_unsigned(x: jax.Array, bits: int) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
 
 
-def _word(elements: list[jax.Array], bits: int) -> U64:
+def _word(elements: list[jax.Array], bits: int) -> Hash:
     """The 8-byte little-endian word that ``64 / bits`` elements make."""
     if bits == 64:
         wide = elements[0]
         high = lax.shift_right_logical(wide, lax.full_like(wide, 32))
-        return U64(lax.convert_element_type(wide, jnp.uint32), lax.convert_element_type(high, jnp.uint32))
-    half = 32 // bits
-    both = []
-    for part in (elements[:half], elements[half:]):
-        value = lax.convert_element_type(part[0], jnp.uint32)
+        return hashing.pack(U64(lax.convert_element_type(wide, jnp.uint32), lax.convert_element_type(high, jnp.uint32)))
+
+    def joined(part: list[jax.Array], dtype: Any) -> jax.Array:
+        value = lax.convert_element_type(part[0], dtype)
         for k, element in enumerate(part[1:], 1):
-            value = value | (lax.convert_element_type(element, jnp.uint32) << np.uint32(k * bits))
-        both.append(value)
-    return U64(*both)
+            value = value | (lax.convert_element_type(element, dtype) << np.dtype(dtype).type(k * bits))
+        return value
+
+    if current().wide:
+        return joined(elements, jnp.uint64)
+    half = 32 // bits
+    return U64(joined(elements[:half], jnp.uint32), joined(elements[half:], jnp.uint32))
 
 
-def _fold(x: jax.Array, bits: int, read_bytes: int) -> U64:
+def _fold(x: jax.Array, bits: int, read_bytes: int) -> Hash:
     """The fold of the first ``read_bytes`` bytes of every column of ``x [elements, n]``."""
     lanes, per_word = x.shape[1], 64 // bits
     whole, rest = divmod(read_bytes, 8)
@@ -249,28 +266,27 @@ def _fold(x: jax.Array, bits: int, read_bytes: int) -> U64:
     if missing > 0:
         x = jnp.concatenate([x, jnp.zeros((missing, lanes), x.dtype)])
 
-    def words_at(rows: jax.Array, first: int, count: int) -> list[U64]:
+    def words_at(rows: jax.Array, first: int, count: int) -> list[Hash]:
         return [
             _word([lax.index_in_dim(rows, (first + w) * per_word + k, 0, keepdims=False) for k in range(per_word)], bits)
             for w in range(count)
         ]
 
-    def block(i: jax.Array, acc: U64) -> U64:
+    def block(i: jax.Array, acc: Hash) -> Hash:
         rows = lax.dynamic_slice_in_dim(x, i * np.int32(_FOLD_UNROLL * per_word), _FOLD_UNROLL * per_word)
         for word in words_at(rows, 0, _FOLD_UNROLL):
-            acc = words.splitmix64(words.xor(acc, word))
+            acc = hashing.fold_word(acc, word)
         return acc
 
-    acc, done = words.zeros((lanes,)), 0
+    acc, done = hashing.zeros((lanes,)), 0
     if whole >= 2 * _FOLD_UNROLL:
         blocks = whole // _FOLD_UNROLL
-        acc, done = lax.fori_loop(np.int32(0), np.int32(blocks), block, acc), blocks * _FOLD_UNROLL
+        acc, done = words.repeat(blocks, block, acc), blocks * _FOLD_UNROLL
     for word in words_at(x, done, whole - done):
-        acc = words.splitmix64(words.xor(acc, word))
+        acc = hashing.fold_word(acc, word)
     if rest:
-        (word,) = words_at(x, whole, 1)
-        mask = words.const((1 << (8 * rest)) - 1)
-        acc = words.splitmix64(words.xor(acc, U64(word.lo & mask.lo, word.hi & mask.hi)))
+        word, mask = hashing.unpack(words_at(x, whole, 1)[0]), words.const((1 << (8 * rest)) - 1)
+        acc = hashing.fold_word(acc, hashing.pack(U64(word.lo & mask.lo, word.hi & mask.hi)))
     return acc
 
 
@@ -324,9 +340,9 @@ class SourceHasher:
         gathered = max(self.read_bytes, default=0) if one_source else sum(self.read_bytes)
         return max(1, min(entries, _lanes(_GATHERED_BYTES // max(gathered, 1))))
 
-    def own_hashes(self, slots: jax.Array) -> list[U64 | None]:
+    def own_hashes(self, slots: jax.Array) -> list[Hash | None]:
         """Each source's own hash of ``slots [n]`` (in range); None for a source that reads nothing."""
-        out: list[U64 | None] = [None] * self.count
+        out: list[Hash | None] = [None] * self.count
         n = slots.shape[0]
         for groups in self._kinds:
             parts = [_gather(self.buffers[g.buffer], g.geometry, jnp.asarray(g.starts), slots) for g in groups]
@@ -334,32 +350,31 @@ class SourceHasher:
             folded = _fold(parts[0] if len(parts) == 1 else _side_by_side(parts), geometry.bits, geometry.read_bytes)
             members = [index for g in groups for index in g.members]
             for k, index in enumerate(members):
-                out[index] = U64(*(lax.slice_in_dim(word, k * n, (k + 1) * n) for word in folded))
+                out[index] = jax.tree.map(lambda x, k=k: lax.slice_in_dim(x, k * n, (k + 1) * n), folded)
         return out
 
-    def combined(self, own: Sequence[U64 | None], n: int) -> U64:
+    def combined(self, own: Sequence[Hash | None], n: int) -> U64:
         """The hash over all sources from their own hashes."""
         read = [value for value in own if value is not None]
+        acc = hashing.zeros((n,))
         if len(read) <= 8:
-            acc = words.zeros((n,))
             for value in read:
-                acc = words.splitmix64(words.xor(acc, value))
-            return acc
-        stacked = U64(jnp.stack([v.lo for v in read]), jnp.stack([v.hi for v in read]))  # [sources, n]
+                acc = hashing.fold_word(acc, value)
+            return hashing.unpack(acc)
+        stacked = jax.tree.map(lambda *values: jnp.stack(values), *read)  # [sources, n]
 
-        def step(i: jax.Array, acc: U64) -> U64:
-            value = U64(*(lax.dynamic_index_in_dim(word, i, 0, keepdims=False) for word in stacked))
-            return words.splitmix64(words.xor(acc, value))
+        def step(i: jax.Array, acc: Hash) -> Hash:
+            return hashing.fold_word(acc, jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked))
 
-        return lax.fori_loop(np.int32(0), np.int32(len(read)), step, words.zeros((n,)))
+        return hashing.unpack(words.repeat(len(read), step, acc))
 
-    def tags(self, own: Sequence[U64 | None], n: int) -> jax.Array:
+    def tags(self, own: Sequence[Hash | None], n: int) -> jax.Array:
         """The low word of each source's own hash, ``[sources, n]``; 0 for one that reads nothing."""
         if not own:
             return jnp.zeros((0, n), jnp.uint32)
-        return jnp.stack([jnp.zeros((n,), jnp.uint32) if value is None else value.lo for value in own])
+        return jnp.stack([jnp.zeros((n,), jnp.uint32) if value is None else hashing.unpack(value).lo for value in own])
 
-    def hash_one(self, source: jax.Array, slots: jax.Array) -> U64:
+    def hash_one(self, source: jax.Array, slots: jax.Array) -> Hash:
         """The own hash of ``slots`` for the source of that (traced) number; 0 for one that reads nothing."""
         n = slots.shape[0]
         kind_of, group_of, member_of = (np.zeros(max(self.count, 1), np.int32) for _ in range(3))
@@ -379,8 +394,8 @@ class SourceHasher:
 
             return branch
 
-        def of_kind(groups: list[_Group]) -> Callable[[], U64]:
-            def branch() -> U64:
+        def of_kind(groups: list[_Group]) -> Callable[[], Hash]:
+            def branch() -> Hash:
                 geometry = groups[0].geometry
                 number = take(jnp.asarray(group_of), source[None])[0]
                 least = min(g.geometry.elements for g in groups)
@@ -390,9 +405,9 @@ class SourceHasher:
 
             return branch
 
-        branches: list[Callable[[], U64]] = [of_kind(groups) for groups in self._kinds]
+        branches: list[Callable[[], Hash]] = [of_kind(groups) for groups in self._kinds]
         if not branches or (kind_of[: self.count] == len(self._kinds)).any():
-            branches.append(lambda: words.zeros((n,)))
+            branches.append(lambda: hashing.zeros((n,)))
         return _switch(take(jnp.asarray(kind_of), source[None])[0], branches)
 
 

@@ -10,14 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_kvcanary.pure import hashing, words
 from jax_kvcanary.pure import log as log_
-from jax_kvcanary.pure import words
-from jax_kvcanary.pure.indexing import iota, put_max, put_min, take, take64, take_rows, window64
+from jax_kvcanary.pure.indexing import iota, put_max, put_min, row64, take, take64, take_columns, take_rows, window
 from jax_kvcanary.pure.log import Log
 from jax_kvcanary.pure.plan import Batch, Entries
 from jax_kvcanary.pure.source import SourceHasher
+from jax_kvcanary.pure.target import current, per_platform
 from jax_kvcanary.pure.words import U64
-from jax_kvcanary.spec import INT32_MAX, PROVENANCE_RECORD_WORDS, RECORD_WORDS, FailReason, Verdict
+from jax_kvcanary.spec import INT32_MAX, PROVENANCE_RECORD_WORDS, RECORD_WORDS, FailReason, RealKvHashMode, Verdict
+
+# Columns of rows, see spec.Column.
+_CHECKED_ROW = (
+    "tag slot position token expected_token prev_hash aux reason "
+    "batch_row req_pool_idx step expected_position stored_bytes bytes_now first_bad shard"
+)
+_OUTSIDE_ROW = "tag slot zero zero expected_token zero zero reason batch_row req_pool_idx step expected_position zero zero none shard"
+_TABLE_ROW = "tag none zero zero none zero zero reason batch_row req_pool_idx step none zero zero none shard"
 
 
 class _State(NamedTuple):
@@ -62,7 +71,8 @@ class _Verifier:
     ) -> None:
         self.records = records
         self.hasher = SourceHasher(sources, real_kv_hash_mode, buffers)
-        self.source_tags = source_tags if source_tags.shape[0] > 0 and self.hasher.count > 0 else None
+        # In mode NONE no source is read: there is nothing to compare tags with.
+        self.source_tags = source_tags if source_tags.size > 0 and real_kv_hash_mode != RealKvHashMode.NONE else None
         self.rotate = rotate and self.source_tags is not None
         self.source_window = source_window
         self.req_pool_indices = words.from_operand(req_pool_indices)
@@ -84,7 +94,7 @@ class _Verifier:
     def check(self, state: _State, entries: Entries, live: jax.Array) -> _State:
         """Check those of ``entries [n]`` that are ``live``."""
         n = live.shape[0]
-        slot = entries.slot
+        slot, expected_position = words.from_operand(entries.slot), words.from_operand(entries.expected_position)
         live = live & ~self._is_padding(slot)
         inside = words.below(slot, self.slots)
         checked, outside = live & inside, live & ~inside
@@ -92,65 +102,51 @@ class _Verifier:
         row = jnp.where(known, entries.batch_row, np.int32(0))
 
         bits = jnp.zeros((n,), jnp.uint32)
+        stored = jnp.zeros((self.record_words, n), jnp.uint32)
+        aux, real = words.zeros((n,)), None
 
         def raise_bit(bits: jax.Array, reason: FailReason, where: jax.Array) -> jax.Array:
             return bits | jnp.where(where, np.uint32(reason), np.uint32(0))
 
-        if self.slots == 0:
-            record, aux = [words.zeros((n,))] * 4, words.zeros((n,))
-            real = _RealKv(jnp.zeros((n,), bool), words.zeros((n,)), words.zeros((n,)), jnp.full((n,), np.int32(-1)))
-        else:
+        if self.slots > 0:
             index = jnp.where(checked, words.as_int32(slot.lo), np.int32(0))
             stored = take_rows(self.records, index, self.record_words)
-            record = [U64(stored[2 * k], stored[2 * k + 1]) for k in range(4)]
-            token, position, prev_hash, real_kv_hash = record
-            aux, reachable, prev_outside = self._expected_chain_hash(entries.prev_slot, checked, known, row)
+            token, position, prev_hash, real_kv_hash = (row64(stored, k) for k in range(4))
+            aux, reachable, prev_outside = self._expected_chain_hash(words.from_operand(entries.prev_slot), checked, known, row)
             bits = raise_bit(bits, FailReason.VERIFY_CHAIN_HASH, reachable & words.not_equal(prev_hash, aux))
             aux = words.select(reachable, aux, prev_hash)
-            bits = raise_bit(bits, FailReason.VERIFY_POSITION, words.not_equal(position, entries.expected_position))
+            bits = raise_bit(bits, FailReason.VERIFY_POSITION, words.not_equal(position, expected_position))
             real = self._real_kv(index, real_kv_hash)
             bits = raise_bit(bits, FailReason.VERIFY_REAL_KV_HASH, real.bad)
             if self.check_token:
-                wanted = ~words.equals(entries.expected_token, -1)
-                bits = raise_bit(bits, FailReason.VERIFY_TOKEN, wanted & words.not_equal(token, entries.expected_token))
+                expected_token = words.from_operand(entries.expected_token)
+                wanted = ~words.equals(expected_token, -1)
+                bits = raise_bit(bits, FailReason.VERIFY_TOKEN, wanted & words.not_equal(token, expected_token))
             if self.extended:
-                any_word = stored[0]
-                for word in stored[1:]:
-                    any_word = any_word | word
-                bits = raise_bit(bits, FailReason.UNWRITTEN, any_word == np.uint32(0))
+                unwritten = ~jnp.any(stored != np.uint32(0), axis=0)
+                bits = raise_bit(bits, FailReason.UNWRITTEN, unwritten)
                 bits = raise_bit(bits, FailReason.SLOT_OUT_OF_RANGE, prev_outside)
             bits = jnp.where(checked, bits, np.uint32(0))
         if self.extended:
             bits = raise_bit(bits, FailReason.SLOT_OUT_OF_RANGE, outside)
         bad = bits != np.uint32(0)
 
-        def columns(which: jax.Array) -> list[U64]:
-            """Ring columns of some entries; what was read of a slot out of range is left out."""
-            read = take(checked, which)
-            blank = words.zeros(which.shape)
-
-            def of(value: U64) -> U64:
-                return take64(value, which)
-
-            def stored_of(value: U64) -> U64:
-                return words.select(read, of(value), blank)
-
-            who = take(jnp.where(known, entries.batch_row, np.int32(-1)), which)
-            first_bad = jnp.where(read, take(real.first_bad_source, which), np.int32(-1))
-            return self._columns(
-                slot=of(slot),
-                position=stored_of(record[1]),
-                token=stored_of(record[0]),
-                expected_token=of(entries.expected_token) if self.check_token else words.const(-1),
-                chain_hash=stored_of(record[2]),
-                aux=stored_of(aux),
-                reason=words.from_uint32(take(bits, which)),
-                batch_row=who,
-                expected_position=of(entries.expected_position),
-                real_kv_hash=stored_of(real.stored),
-                expected_real_kv_hash=stored_of(real.now),
-                first_bad_source=words.from_int32(first_bad),
-            )
+        def rows(which: jax.Array) -> jax.Array:
+            """Rows of some entries: the operands are converted again, so that nothing is kept for entries that are fine."""
+            facts = self._facts(jnp.where(known, entries.batch_row, np.int32(-1)), which)
+            values = (entries.slot, entries.expected_token, entries.expected_position)
+            names = "slot expected_token expected_position token position prev_hash real_kv_hash aux reason first_bad"
+            parts = [log_.matrix(*(words.from_operand(x) for x in values)), stored[:8]]
+            first_bad_source = real.first_bad_source if real else jnp.full((n,), np.int32(-1))
+            parts.append(log_.matrix(aux, words.from_uint32(bits), words.from_int32(first_bad_source)))
+            if real:
+                names += " stored_bytes bytes_now"
+                parts.append(log_.matrix(real.stored, real.now))
+            facts.add(names, take_columns(jnp.concatenate(parts), which))
+            kinds = [_OUTSIDE_ROW, _CHECKED_ROW if real else _OUTSIDE_ROW]
+            if not self.check_token:
+                kinds = [kind.replace("expected_token", "none") for kind in kinds]
+            return facts.rows(kinds, lax.convert_element_type(take(checked, which), jnp.int32))
 
         nobody = np.int32(self.bs)
         verdict = put_max(
@@ -161,9 +157,9 @@ class _Verifier:
         bad_position = put_min(
             state.bad_position,
             jnp.where(known & bad, row, nobody),
-            words.as_uint32(words.clamp_int32(entries.expected_position)),
+            words.as_uint32(words.clamp_int32(expected_position)),
         )
-        return _State(log_.append(state.log, bad, columns), verdict, bad_position)
+        return _State(log_.append(state.log, bad, rows), verdict, bad_position)
 
     def _is_padding(self, slot: U64) -> jax.Array:
         return jnp.zeros(slot.shape, bool) if self.padding_slot is None else words.equals(slot, self.padding_slot)
@@ -176,8 +172,8 @@ class _Verifier:
         evicted = self._is_padding(prev)
         readable = ~head & ~evicted & words.below(prev, self.slots)
         before = take_rows(self.records, jnp.where(checked & readable, words.as_int32(prev.lo), np.int32(0)), 6)
-        token, position, prev_hash = (U64(before[2 * k], before[2 * k + 1]) for k in range(3))
-        chained = words.mix3(prev_hash, token, position)
+        token, position, prev_hash = (row64(before, k) for k in range(3))
+        chained = hashing.chain_hash(prev_hash, token, position)
         anchor = self._head_hash(known, row)
         outside = (head & ~words.equals(prev, -1)) | (~head & ~evicted & ~readable)
         return words.select(head, anchor, chained), head | readable, outside
@@ -186,10 +182,10 @@ class _Verifier:
         """What a head stores, by the namespace of its batch row."""
         given = self.namespaces.shape[0]
         if given == 0:
-            return U64(*(jnp.broadcast_to(word, row.shape) for word in words.head_hash(words.zeros(()))))
+            return U64(*(jnp.broadcast_to(word, row.shape) for word in hashing.head_hash(words.zeros(()))))
         has = known & (row < np.int32(given))
         namespace = take64(self.namespaces, jnp.where(has, row, np.int32(0)))
-        return words.head_hash(words.select(has, namespace, words.zeros(row.shape)))
+        return hashing.head_hash(words.select(has, namespace, words.zeros(row.shape)))
 
     def _real_kv(self, index: jax.Array, stored: U64) -> _RealKv:
         n = index.shape[0]
@@ -200,7 +196,7 @@ class _Verifier:
         bad = words.not_equal(stored, now)
         first = jnp.full((n,), np.int32(-1))
         if self.source_tags is not None:
-            tags = jnp.stack(take_rows(self.source_tags, index, self.hasher.count))  # [sources, n]
+            tags = take_rows(self.source_tags, index, self.hasher.count)  # [sources, n]
             differ = tags != self.hasher.tags(own, n)
             lowest = lax.argmax(differ, 0, jnp.int32)
             first = jnp.where(bad & jnp.any(differ, axis=0), lowest, np.int32(-1))
@@ -218,7 +214,7 @@ class _Verifier:
         tags = self.source_tags
 
         class Carry(NamedTuple):
-            combined: U64
+            combined: hashing.Hash
             first: jax.Array  # lowest source that differs, -1 if none so far
             stored: jax.Array
             now: jax.Array
@@ -227,71 +223,41 @@ class _Verifier:
         def step(j: jax.Array, carry: Carry) -> Carry:
             source = jnp.where(j < wrapped, j, start + (j - wrapped))
             own = self.hasher.hash_one(source, index)
-            combined = words.select(take(reads, source[None])[0], words.splitmix64(words.xor(carry.combined, own)), carry.combined)
+            combined = hashing.select(take(reads, source[None])[0], hashing.fold_word(carry.combined, own), carry.combined)
+            own_tag = hashing.unpack(own).lo
             tag = take(tags, index, jnp.broadcast_to(source, (n,)))
-            new = (tag != own.lo) & (carry.first < np.int32(0))
+            new = (tag != own_tag) & (carry.first < np.int32(0))
             return Carry(
                 combined,
                 jnp.where(new, source, carry.first),
                 jnp.where(new, tag, carry.stored),
-                jnp.where(new, own.lo, carry.now),
+                jnp.where(new, own_tag, carry.now),
                 carry.any_differs | new,
             )
 
         none, zero = jnp.full((n,), np.int32(-1)), jnp.zeros((n,), jnp.uint32)
-        init = Carry(words.zeros((n,)), none, zero, zero, jnp.zeros((n,), bool))
-        carry = lax.fori_loop(np.int32(0), size, step, init)
-        full = size == np.int32(total)
-        bad = jnp.where(full, words.not_equal(stored, carry.combined), carry.any_differs)
+        init = Carry(hashing.zeros((n,)), none, zero, zero, jnp.zeros((n,), bool))
+        carry = words.repeat(size, step, init)
+        full, combined = size == np.int32(total), hashing.unpack(carry.combined)
+        bad = jnp.where(full, words.not_equal(stored, combined), carry.any_differs)
         return _RealKv(
             bad,
             words.select(full, stored, words.from_uint32(carry.stored)),
-            words.select(full, carry.combined, words.from_uint32(carry.now)),
+            words.select(full, combined, words.from_uint32(carry.now)),
             jnp.where(bad, carry.first, none),
         )
 
     # ------------------------------------------------------------------------------------------ whole launches
 
-    def _columns(
-        self,
-        *,
-        slot: U64,
-        position: U64,
-        token: U64,
-        expected_token: U64,
-        chain_hash: U64,
-        aux: U64,
-        reason: U64,
-        batch_row: jax.Array,
-        expected_position: U64,
-        real_kv_hash: U64,
-        expected_real_kv_hash: U64,
-        first_bad_source: U64,
-    ) -> list[U64]:
-        given = self.req_pool_indices.shape[0]
-        has = (batch_row >= np.int32(0)) & (batch_row < np.int32(given))
-        none = words.const(-1, batch_row.shape)
-        owner = none
-        if given > 0:
-            owner = words.select(has, take64(self.req_pool_indices, jnp.where(has, batch_row, np.int32(0))), none)
-        return [
-            words.const(self.launch_tag),
-            slot,
-            position,
-            token,
-            expected_token,
-            chain_hash,
-            aux,
-            reason,
-            words.from_int32(batch_row),
-            owner,
-            words.from_uint32(self.context[0]),
-            expected_position,
-            real_kv_hash,
-            expected_real_kv_hash,
-            first_bad_source,
-            words.from_uint32(self.context[1]),
-        ]
+    def _facts(self, batch_row: jax.Array, which: jax.Array) -> log_.Facts:
+        """What every row says, of those of the batch rows ``batch_row`` that ``which [m]`` names."""
+        facts = log_.Facts(which.shape[0], self.context, self.launch_tag)
+        row, given = take(batch_row, which), self.req_pool_indices.shape[0]
+        has = (row >= np.int32(0)) & (row < np.int32(given))
+        none = words.const(-1, row.shape)
+        owner = words.select(has, take64(self.req_pool_indices, jnp.where(has, row, np.int32(0))), none) if given else none
+        facts.add("batch_row req_pool_idx", log_.matrix(words.from_int32(row), owner))
+        return facts
 
     def begin(self, log: Log, row_status: jax.Array, enabled: jax.Array) -> _State:
         """The state before the first entry: one row for each batch row for which no entries could be made."""
@@ -301,25 +267,13 @@ class _Verifier:
         if not self.extended:
             return _State(log, verdict, bad_position)
         bad = (row_status != np.int32(0)) & enabled
-        none, zero = words.const(-1), words.zeros(())
 
-        def columns(which: jax.Array) -> list[U64]:
-            return self._columns(
-                slot=none,
-                position=zero,
-                token=zero,
-                expected_token=none,
-                chain_hash=zero,
-                aux=zero,
-                reason=words.const(FailReason.TABLE_OUT_OF_RANGE),
-                batch_row=which,
-                expected_position=none,
-                real_kv_hash=zero,
-                expected_real_kv_hash=zero,
-                first_bad_source=none,
-            )
+        def rows(which: jax.Array) -> jax.Array:
+            facts = self._facts(iota(self.bs), which)
+            facts.add_scalars(reason=words.const(FailReason.TABLE_OUT_OF_RANGE))
+            return facts.rows([_TABLE_ROW], jnp.zeros(which.shape, jnp.int32))
 
-        return _State(log_.append(log, bad, columns), jnp.where(bad, np.int32(Verdict.BAD), verdict), bad_position)
+        return _State(log_.append(log, bad, rows), jnp.where(bad, np.int32(Verdict.BAD), verdict), bad_position)
 
     def results(
         self, state: _State, slot_runs: jax.Array, kernel_runs: jax.Array, total: U64, buffers: Sequence[jax.Array], pass_through: bool
@@ -336,31 +290,31 @@ class _Verifier:
 
 
 def _after(result: jax.Array, buffers: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    """``buffers`` as values that exist only after ``result``, without a copy: whoever updates them does so after they were read.
+    """``buffers`` as values that exist only after ``result``, without a copy: whoever updates them does so after they were read."""
 
-    XLA:CPU drops optimization barriers before it decides about copies, so there one element of each buffer, chosen by the result,
-    is written back to its place.
-    """
+    order = [i for i, buffer in enumerate(buffers) if buffer.size > 0 and buffer.ndim > 0]
+    if not order:
+        return result, list(buffers)
+    chosen = tuple(buffers[i] for i in order)
+    if current().drops_barriers:
+        # A condition that never holds orders as well, as long as the compiler cannot know it and the branch could update the pool:
+        # here by what is there already.
+        places = [(result[0], *(np.int32(0) for _ in range(buffer.ndim - 1))) for buffer in chosen]
+        elements = [lax.dynamic_slice(buffer, at, (1,) * buffer.ndim) for buffer, at in zip(chosen, places, strict=True)]
 
-    def barrier(result: jax.Array, *buffers: jax.Array) -> tuple[jax.Array, ...]:
-        return lax.optimization_barrier((result, *buffers))
+        def rewrite(*chosen: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(lax.dynamic_update_slice(*update) for update in zip(chosen, elements, places, strict=True))
 
-    def rewrite(result: jax.Array, *buffers: jax.Array) -> tuple[jax.Array, ...]:
-        out = []
-        for buffer in buffers:
-            if buffer.size == 0 or buffer.ndim == 0:
-                out.append(buffer)
-                continue
-            # Any place will do, as long as the compiler cannot know it; slices clamp it to the buffer.
-            at = (result[0], *(np.int32(0) for _ in range(buffer.ndim - 1)))
-            element = lax.dynamic_slice(buffer, at, (1,) * buffer.ndim)
-            out.append(lax.dynamic_update_slice(buffer, lax.optimization_barrier(element), at))
-        return (result, *out)
-
-    result, *buffers = lax.platform_dependent(result, *buffers, cpu=rewrite, default=barrier)
-    return result, buffers
+        ordered = lax.cond(result[0] == np.int32(-(2**31)), rewrite, lambda *chosen: chosen, *chosen)
+    else:
+        result, *ordered = lax.optimization_barrier((result, *chosen))
+    out = list(buffers)
+    for i, buffer in zip(order, ordered, strict=True):
+        out[i] = buffer
+    return result, out
 
 
+@per_platform
 def verify(
     records: jax.Array,
     source_tags: jax.Array,
@@ -409,10 +363,10 @@ def verify(
             number = start + iota(chunk)
             row = jnp.full((chunk,), np.int32(-1))
             if batch_rows.shape[0] == capacity:
-                given = window64(batch_rows, start, chunk)
+                given = words.from_operand(window(batch_rows, start, chunk))
                 row = jnp.where(words.below(given, min(bs, INT32_MAX)), words.as_int32(given.lo), np.int32(-1))
             columns = (expected_tokens, expected_positions, prev_slot_indices)
-            entries = Entries(window64(slot_indices, start, chunk), *(window64(x, start, chunk) for x in columns), row)
+            entries = Entries(*(window(x, start, chunk) for x in (slot_indices, *columns)), row)
             live = (number >= first) & (number < n)
             return first + jnp.minimum(np.int32(chunk), n - first), verifier.check(state, entries, live)
 
@@ -420,6 +374,7 @@ def verify(
     return verifier.results(state, slot_run_counter, kernel_run_counter, words.from_int32(n), buffers, pass_through)
 
 
+@per_platform
 def verify_fused(
     records: jax.Array,
     source_tags: jax.Array,

@@ -5,16 +5,24 @@ Only lax operations on arrays of one dtype, so nothing depends on the promotion 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_kvcanary.spec import CHAIN_ANCHOR, INT32_MAX, SPLITMIX_MULTIPLIERS, SPLITMIX_SHIFTS
+from jax_kvcanary.spec import INT32_MAX
 
 _MASK32 = 0xFFFFFFFF
+_T = TypeVar("_T")
+
+
+def repeat(times: int | jax.Array, body: Callable[[jax.Array, _T], _T], init: _T) -> _T:
+    """``body(i, carry)`` for each ``i`` int32 in ``[0, times)``; the counter is int32 whatever the width of integers is."""
+    step = lambda carry: (carry[0] + np.int32(1), body(*carry))  # noqa: E731
+    return lax.while_loop(lambda carry: carry[0] < times, step, (np.int32(0), init))[1]
 
 
 class U64(NamedTuple):
@@ -47,8 +55,10 @@ def from_uint32(x: jax.Array) -> U64:
     return U64(x, lax.full_like(x, 0))
 
 
-def from_operand(x: jax.Array) -> U64:
-    """Values of an integer operand: int32, int64, or uint32 ``[..., 2]`` pairs."""
+def from_operand(x: jax.Array | U64) -> U64:
+    """Values of an integer operand: int32, int64, or uint32 ``[..., 2]`` pairs; what has been converted stays as it is."""
+    if isinstance(x, U64):
+        return x
     if x.dtype == jnp.uint32:
         return U64(lax.index_in_dim(x, 0, x.ndim - 1, keepdims=False), lax.index_in_dim(x, 1, x.ndim - 1, keepdims=False))
     if x.dtype == jnp.int64:
@@ -63,6 +73,15 @@ def to_operand(x: U64, dtype: Any) -> jax.Array:
         hi = lax.convert_element_type(lax.bitcast_convert_type(x.hi, jnp.int32), jnp.int64)
         return lax.bitwise_or(lax.shift_left(hi, lax.full_like(hi, 32)), lax.convert_element_type(x.lo, jnp.int64))
     return lax.bitcast_convert_type(x.lo, jnp.int32)
+
+
+def saturated(x: U64, dtype: Any) -> jax.Array:
+    """As int32, or int64, the nearest value of that type: what is out of range stays so."""
+    if dtype == jnp.int64:
+        return to_operand(x, dtype)
+    low = as_int32(x.lo)
+    fits = as_int32(x.hi) == lax.shift_right_arithmetic(low, lax.full_like(low, 31))
+    return jnp.where(fits, low, jnp.where(is_negative(x), np.int32(-INT32_MAX - 1), np.int32(INT32_MAX)))
 
 
 def as_int32(x: jax.Array) -> jax.Array:
@@ -145,14 +164,6 @@ def saturating_add(a: U64, b: U64, top: int) -> U64:
     return select(less_unsigned(limit, total), U64(*(jnp.broadcast_to(w, total.shape) for w in limit)), total)
 
 
-def cumsum_saturating(a: U64, top: int) -> U64:
-    """Inclusive prefix sums of values in ``[0, 2**63)``, each at most ``top``."""
-    if a.shape[0] == 0:
-        return a
-    first = saturating_add(a, zeros(a.shape), top)
-    return U64(*lax.associative_scan(lambda x, y: tuple(saturating_add(U64(*x), U64(*y), top)), tuple(first)))
-
-
 def mul_const(a: U64, value: int) -> U64:
     """``a * value`` modulo 2**64."""
     c_lo, c_hi = value & _MASK32, (value >> 32) & _MASK32
@@ -180,30 +191,11 @@ def divmod_const(a: U64, divisor: int) -> tuple[U64, jax.Array]:
         return shift_left_one(rest), quotient, jnp.where(fits, remainder - np.uint32(divisor), remainder)
 
     zero = lax.full_like(a.lo, 0)
-    _, quotient, remainder = lax.fori_loop(np.int32(0), np.int32(64), bit, (a, U64(zero, zero), zero))
+    _, quotient, remainder = repeat(64, bit, (a, U64(zero, zero), zero))
     return quotient, remainder
 
 
-def _xor_shift(a: U64, by: int) -> U64:
+def xor_shift_right(a: U64, by: int) -> U64:
+    """``a ^ (a >> by)`` for ``0 < by < 32``."""
     down, up = np.uint32(by), np.uint32(32 - by)
     return U64(a.lo ^ ((a.lo >> down) | (a.hi << up)), a.hi ^ (a.hi >> down))
-
-
-@jax.jit
-def splitmix64(x: U64) -> U64:
-    """``S(x)``."""
-    x = mul_const(_xor_shift(x, SPLITMIX_SHIFTS[0]), SPLITMIX_MULTIPLIERS[0])
-    x = mul_const(_xor_shift(x, SPLITMIX_SHIFTS[1]), SPLITMIX_MULTIPLIERS[1])
-    return _xor_shift(x, SPLITMIX_SHIFTS[2])
-
-
-@jax.jit
-def mix3(a: U64, b: U64, c: U64) -> U64:
-    """The chain step ``S(S(S(a) ^ b) ^ c)``."""
-    return splitmix64(xor(splitmix64(xor(splitmix64(a), b)), c))
-
-
-def head_hash(namespace: U64) -> U64:
-    """What the first record of a chain stores: ``S(ANCHOR ^ namespace)``."""
-    anchor = const(CHAIN_ANCHOR)
-    return splitmix64(U64(namespace.lo ^ anchor.lo, namespace.hi ^ anchor.hi))

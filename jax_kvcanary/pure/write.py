@@ -13,28 +13,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_kvcanary.pure import hashing, words
 from jax_kvcanary.pure import log as log_
-from jax_kvcanary.pure import words
 from jax_kvcanary.pure.indexing import (
+    count,
     count_not_above,
+    cummax,
     cumsum,
     exclusive,
     iota,
     put,
-    put_add,
+    put_max,
     put_window,
+    row,
+    row64,
     search,
     take,
     take64,
+    take_columns,
     take_rows,
 )
 from jax_kvcanary.pure.log import Log
 from jax_kvcanary.pure.source import SourceHasher
+from jax_kvcanary.pure.target import per_platform
 from jax_kvcanary.pure.words import U64
 from jax_kvcanary.spec import PROVENANCE_RECORD_WORDS, FailReason, Verdict
 
 _NO_SLOT = np.uint32(2**32 - 1)
-_PACKED = 5  # token and position words, whether the entry is stored
 
 
 class _Tokens(NamedTuple):
@@ -68,6 +73,17 @@ class _Requests(NamedTuple):
     namespace: U64
 
 
+# Columns of rows, see spec.Column: an input, an input whose slot is out of range, a chain position, a cut segment, a seed.
+_ENTRY = "tag slot position token {} running {} {} request req_pool_idx step {} {} {} none shard"
+_ROWS = (
+    _ENTRY.format("expected_token", "expected_position", "reason", "expected_position", "real_kv", "real_kv"),
+    _ENTRY.format("expected_token", "expected_position", "reason", "expected_position", "zero", "zero"),
+    _ENTRY.format("token", "next_position", "wrong_position", "next_position", "real_kv", "real_kv"),
+    "tag none zero zero none zero none segment request req_pool_idx step none zero zero none shard",
+    "tag seed zero zero none head none out_of_range request req_pool_idx step none zero zero none shard",
+)
+
+
 class _State(NamedTuple):
     records: jax.Array
     log: Log
@@ -99,11 +115,11 @@ class _Writer:
         self.record_flags = record_flags
         self.extended = extended
         self.size, self.rows = tokens.inside.shape[0], requests.begin.shape[0]
-        # Entries a request and loop iteration: enough to hide the loop, few where requests have one each.
-        self.unroll = 1 if self.size == 1 else 4 if self.size <= 4 * self.rows else 16
+        # Entries a request and loop iteration: enough to hide the loop, few where requests have one or two each.
+        self.unroll = min(self.size, 4 if self.size <= 4 * self.rows else 8)
         stored = lax.convert_element_type(tokens.inside, jnp.uint32)
         packed = jnp.stack([*tokens.token, *tokens.position, stored])
-        self.packed = jnp.concatenate([packed, jnp.zeros((_PACKED, self.unroll), jnp.uint32)], axis=1)  # [5, T + unroll]
+        self.packed = jnp.concatenate([packed, jnp.zeros((5, self.unroll), jnp.uint32)], axis=1)  # [5, T + unroll]
 
     def groups(self, state: _State, group_start: jax.Array, first: jax.Array, end: jax.Array) -> _State:
         """Write requests ``first .. end - 1``, a group at a time; ``group_start [R]``: the earliest group start that a request allows."""
@@ -135,8 +151,8 @@ class _Writer:
         # Where the chains start.
         readable = words.below(q.seed, self.slots) & active
         seed = take_rows(state.records, jnp.where(readable, words.as_int32(q.seed.lo), np.int32(0)), 6)
-        seed_token, seed_position, seed_hash = (U64(seed[2 * k], seed[2 * k + 1]) for k in range(3))
-        start = words.select(readable, words.mix3(seed_hash, seed_token, seed_position), words.head_hash(q.namespace))
+        seed_token, seed_position, seed_hash = (row64(seed, k) for k in range(3))
+        start = words.select(readable, hashing.chain_hash(seed_hash, seed_token, seed_position), hashing.head_hash(q.namespace))
         running = self.chains(active, start, owner)
 
         # The position before each entry: that of the request's last stored one, or of its seed.
@@ -156,128 +172,104 @@ class _Writer:
             input_bad = stored & (reasons != np.uint32(0))
             cut = seed_bad = jnp.zeros((self.rows,), bool)
 
-        # Rows in the order of a sequential launch: those of a request before those of its entries.
-        of_entry = exclusive(cumsum(_int(input_bad) + _int(chain_bad)))  # [T + 1]
-        of_request = exclusive(cumsum(_int(cut) + _int(seed_bad)))  # [R + 1]
-        row_at = U64(*self.bounds(of_entry, active))
-        stored_at = self.bounds(exclusive(cumsum(_int(stored))), active)
-        bad = cut | seed_bad | (row_at.hi > row_at.lo)
-        some = stored_at[1] > stored_at[0]
-        verdict = jnp.where(bad, np.int32(Verdict.BAD), jnp.where(some, np.int32(Verdict.OK), np.int32(Verdict.NOT_CHECKED)))
-        total_rows = of_entry[self.size] + of_request[self.rows]
-        stored_count = jnp.sum(_int(stored), dtype=jnp.int32)
+        # Before each entry: rows that entries report, entries that are stored.
+        sums = exclusive(cumsum(jnp.stack([_int(input_bad) + _int(chain_bad), _int(stored)])))  # [2, T + 1]
+        row_sums = row(sums, 0)
+        reported, written = (take_columns(sums, jnp.where(active, at, np.int32(0))) for at in (q.end, q.begin))
+        reported, written = reported[0] > written[0], reported[1] > written[1]
+        bad = cut | seed_bad | reported
+        verdict = jnp.where(bad, np.int32(Verdict.BAD), jnp.where(written, np.int32(Verdict.OK), np.int32(Verdict.NOT_CHECKED)))
+        total_rows = row_sums[self.size] + count(cut) + count(seed_bad)
 
-        def numbers(room: int) -> jax.Array:
-            """Which row comes where: input rows 0 .., chain rows T .., cut rows 2 T .., seed rows 2 T + R .."""
-            entry_place = of_entry[: self.size] + take(of_request[1:], owner)
-            request_place = of_request[: self.rows] + take(of_entry, jnp.where(mine, q.begin, np.int32(0)))
-            places = [
-                jnp.where(input_bad, entry_place, np.int32(-1)),
-                jnp.where(chain_bad, entry_place + _int(input_bad), np.int32(-1)),
-                jnp.where(cut, request_place, np.int32(-1)),
-                jnp.where(seed_bad, request_place + _int(cut), np.int32(-1)),
-            ]
-            place = jnp.concatenate(places)
-            every = iota(place.shape[0])
-            room_for = (place >= np.int32(0)) & (place < np.int32(room))
-            return put(jnp.zeros((room,), jnp.int32), jnp.where(room_for, place, np.int32(room) + every), every)
+        def rows(room: int) -> jax.Array:
+            """The first rows of the group, in the order of a sequential launch: those of a request before those of its entries."""
+            request_sums = exclusive(cumsum(_int(cut) + _int(seed_bad)))  # [R + 1]
+            entry_place = row_sums[: self.size] + take(request_sums[1:], owner)
+            request_place = request_sums[: self.rows] + take(row_sums, jnp.where(mine, q.begin, np.int32(0)))
+            flags = jnp.concatenate([input_bad, chain_bad, cut, seed_bad])
+            place = [entry_place, entry_place + _int(input_bad), request_place, request_place + _int(cut)]
+            place, every = jnp.concatenate(place), iota(flags.shape[0])
+            place = jnp.where(flags & (place < np.int32(room)), place, np.int32(room) + every)
+            which = put(jnp.zeros((room,), jnp.int32), place, every)
 
-        def columns(which: jax.Array) -> list[U64]:
-            is_entry = which < np.int32(2 * self.size)
-            is_input, is_chain = which < np.int32(self.size), is_entry & (which >= np.int32(self.size))
-            i = jnp.where(is_input, which, jnp.where(is_chain, which - np.int32(self.size), np.int32(0)))
-            is_cut = ~is_entry & (which < np.int32(2 * self.size + self.rows))
-            request = jnp.where(is_cut, which - np.int32(2 * self.size), which - np.int32(2 * self.size + self.rows))
-            r = jnp.clip(jnp.where(is_entry, take(owner, i), request), np.int32(0), np.int32(self.rows - 1))
-            none, zero = words.const(-1, which.shape), words.zeros(which.shape)
-            is_stored = is_entry & take(stored, i)
-            token, real_kv = take64(t.token, i), words.select(is_stored, take64(t.real_kv_hash, i), zero)
-            expected_position = words.select(is_chain, take64(wanted, i), take64(t.expected_position, i))
-            expected_position = words.select(is_entry, expected_position, none)
-            request_reason = jnp.where(is_cut, np.uint32(FailReason.TABLE_OUT_OF_RANGE), np.uint32(FailReason.SLOT_OUT_OF_RANGE))
-            reason = jnp.where(is_input, take(reasons, i), jnp.where(is_chain, np.uint32(FailReason.WRITE_POSITION), request_reason))
-            request_slot = words.select(is_cut, none, take64(q.seed, r))
-            request_hash = words.select(is_cut, zero, take64(start, r))
-            return [
-                words.const(self.launch_tag),
-                words.select(is_entry, take64(t.slot, i), request_slot),
-                words.select(is_entry, take64(t.position, i), zero),
-                words.select(is_entry, token, zero),
-                words.select(is_entry, words.select(is_chain, token, take64(t.expected_token, i)), none),
-                words.select(is_entry, take64(running, i), request_hash),
-                expected_position,
-                words.from_uint32(reason),
-                words.from_int32(r),
-                take64(q.req_pool_idx, r),
-                words.from_uint32(self.context[0]),
-                expected_position,
-                real_kv,
-                real_kv,
-                none,
-                words.from_uint32(self.context[1]),
-            ]
+            size, is_entry = np.int32(self.size), which < np.int32(2 * self.size)
+            i = jnp.where(is_entry, jnp.where(which < size, which, which - size), np.int32(0))
+            is_seed = which >= np.int32(2 * self.size + self.rows)
+            request = which - jnp.where(is_seed, np.int32(2 * self.size + self.rows), np.int32(2 * self.size))
+            r = jnp.where(is_entry, take(owner, i), jnp.clip(request, np.int32(0), np.int32(self.rows - 1)))
+            facts = log_.Facts(room, self.context, self.launch_tag)
+            entry_facts = log_.matrix(
+                t.slot, t.expected_token, t.expected_position, wanted, running, t.real_kv_hash, words.from_uint32(reasons)
+            )
+            facts.add("token position", take_columns(self.packed, i)[:4])
+            facts.add("slot expected_token expected_position next_position running real_kv reason", take_columns(entry_facts, i))
+            facts.add("req_pool_idx seed head", take_columns(log_.matrix(q.req_pool_idx, q.seed, start), r))
+            facts.add("request", log_.matrix(words.from_int32(r)))
+            facts.add_scalars(
+                wrong_position=words.const(FailReason.WRITE_POSITION),
+                out_of_range=words.const(FailReason.SLOT_OUT_OF_RANGE),
+                segment=words.const(FailReason.TABLE_OUT_OF_RANGE),
+            )
+            of_input = jnp.where(take(stored, i), np.int32(0), np.int32(1))
+            of_request = jnp.where(is_seed, np.int32(4), np.int32(3))
+            return facts.rows(_ROWS, jnp.where(which < size, of_input, jnp.where(is_entry, np.int32(2), of_request)))
 
-        log = log_.append_numbered(state.log, total_rows, 2 * (self.size + self.rows), numbers, columns)
         return _State(
             self.store(state.records, stored, owner, running),
-            log,
+            log_.append_rows(state.log, total_rows, 2 * (self.size + self.rows), rows),
             jnp.where(mine, verdict, state.verdict),
-            words.add(state.stored, words.from_int32(stored_count)),
+            words.add(state.stored, words.from_int32(row(sums, 1)[self.size])),
         )
 
-    def bounds(self, sums: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Exclusive sums ``[T + 1]`` at both ends of each active request's segment."""
-        return tuple(take(sums, jnp.where(active, at, np.int32(0))) for at in (self.requests.begin, self.requests.end))  # type: ignore[return-value]
-
     def chains(self, active: jax.Array, start: U64, owner: jax.Array) -> U64:
-        """The running hash before each entry: ``unroll`` entries of every request an iteration, keeping the hash before those.
+        """The running hash before each entry.
 
-        A second pass over all these blocks at once gives the hashes inside them.
+        Segments are cut into blocks of ``unroll`` entries, and blocks are laid out step by step, the longest requests first: what an
+        iteration of the chain reads and keeps is then one slice. It keeps the hash before each block; a second pass over all blocks
+        side by side gives the hashes inside them.
         """
         q, unroll = self.requests, self.unroll
         length = jnp.where(active, q.end - q.begin, np.int32(0))
         blocks = lax.div(length + np.int32(unroll - 1), jnp.full_like(length, unroll))
-        block_end = cumsum(blocks)
-        first_block = block_end - blocks
-        most = self.size // unroll + self.rows
+        negated, order = lax.sort((-blocks, iota(self.rows)), num_keys=2)
+        rank = put(jnp.zeros((self.rows,), jnp.int32), order, iota(self.rows))
+        steps = -(-self.size // unroll)
+        lanes = count_not_above(negated, np.int32(-1) - iota(steps))  # requests that are still busy at each step
+        step_end = cumsum(lanes)
+        step_start = step_end - lanes
 
-        def body(carry: tuple[jax.Array, U64, U64]) -> tuple[jax.Array, U64, U64]:
-            step, running, kept = carry
-            busy = step < blocks
-            place = jnp.where(busy, first_block + step, np.int32(most) + iota(self.rows))
-            kept = U64(*(put(x, place, y) for x, y in zip(kept, running, strict=True)))
-            at = step * np.int32(unroll)
-            rows = self.packed_rows(jnp.where(busy, q.begin + at, np.int32(self.size)))  # [unroll, 5, R]
-            for j in range(unroll):
-                running = _advance(running, rows[j], at + np.int32(j) < length)
-            return step + np.int32(1), running, kept
+        # Every step reads and writes all requests' lanes: those past its own are overwritten by the next one.
+        place = iota(self.size // unroll + 2 * self.rows)
+        step = jnp.minimum(count_not_above(step_end, place), np.int32(steps - 1))
+        request = take(order, jnp.clip(place - take(step_start, step), np.int32(0), np.int32(self.rows - 1)))
+        first = jnp.clip(take(q.begin, request) + step * np.int32(unroll), np.int32(0), np.int32(self.size))
+        numbers = lax.GatherDimensionNumbers(offset_dims=(0, 1), collapsed_slice_dims=(), start_index_map=(1,))
+        in_bounds = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        rows = lax.gather(self.packed, first[:, None], numbers, (5, unroll), mode=in_bounds)  # [5, unroll, blocks]
+        links = (hashing.pack(U64(rows[0], rows[1])), hashing.pack(U64(rows[2], rows[3])), rows[4] != np.uint32(0))
 
-        longest = jnp.max(blocks)
-        init = (np.int32(0), start, words.zeros((most,)))
-        kept = lax.while_loop(lambda carry: carry[0] < longest, body, init)[2]
+        def advance(running: hashing.Hash, link: Any) -> hashing.Hash:
+            token, position, stored = link
+            return hashing.select(stored, hashing.mix3(running, token, position), running)
+
+        def body(carry: tuple[jax.Array, jax.Array, Any, Any]) -> tuple[jax.Array, jax.Array, Any, Any]:
+            step, at, running, kept = carry
+            kept = jax.tree.map(lambda x, y: put_window(x, y, at), kept, running)
+            here = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, self.rows, axis=1), links)
+            for k in range(unroll):
+                running = advance(running, jax.tree.map(lambda x, k=k: x[k], here))
+            return step + np.int32(1), at + lax.dynamic_index_in_dim(lanes, step, keepdims=False), running, kept
+
+        running = jax.tree.map(lambda x: take(x, order), hashing.pack(start))
+        kept = hashing.zeros(place.shape)
+        kept = lax.while_loop(lambda carry: carry[0] < -negated[0], body, (np.int32(0), np.int32(0), running, kept))[3]
+        inside = lax.scan(lambda running, link: (advance(running, link), running), kept, links)[1]  # [unroll, blocks]
 
         since = iota(self.size) - take(q.begin, owner)  # garbage for entries that belong to nobody
-        if unroll == 1:
-            return take64(kept, jnp.clip(take(first_block, owner) + since, np.int32(0), np.int32(most - 1)))
-        block = iota(most)
-        block_owner = jnp.minimum(count_not_above(block_end, block), np.int32(self.rows - 1))
-        block_start = take(q.begin, block_owner) + (block - take(first_block, block_owner)) * np.int32(unroll)
-        rows = self.packed_rows(jnp.clip(block_start, np.int32(0), np.int32(self.size)))
-
-        def inside(running: U64, row: jax.Array) -> tuple[U64, U64]:
-            return _advance(running, row, None), running
-
-        running = lax.scan(inside, kept, rows)[1]  # [unroll, blocks]
-        number = lax.div(since, jnp.full_like(since, unroll))
-        block = jnp.clip(take(first_block, owner) + number, np.int32(0), np.int32(most - 1))
-        within = jnp.clip(since - number * np.int32(unroll), np.int32(0), np.int32(unroll - 1))
-        return U64(take(running.lo, within, block), take(running.hi, within, block))
-
-    def packed_rows(self, start: jax.Array) -> jax.Array:
-        """``unroll`` packed entries from each of ``start [n]``: ``[unroll, 5, n]``."""
-        numbers = lax.GatherDimensionNumbers(offset_dims=(0, 1), collapsed_slice_dims=(), start_index_map=(1,))
-        mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        return lax.transpose(lax.gather(self.packed, start[:, None], numbers, (_PACKED, self.unroll), mode=mode), (1, 0, 2))
+        step = jnp.clip(lax.div(since, jnp.full_like(since, unroll)), np.int32(0), np.int32(steps - 1))
+        block = take(step_start, step) + take(rank, owner)
+        within = jnp.clip(since - step * np.int32(unroll), np.int32(0), np.int32(unroll - 1))
+        return hashing.unpack(jax.tree.map(lambda x: take(x, within, block), inside))
 
     def store(self, records: jax.Array, stored: jax.Array, owner: jax.Array, running: U64) -> jax.Array:
         """Records with the entries that no later entry of the group overwrites."""
@@ -287,28 +279,20 @@ class _Writer:
         sorted_stored = take(stored, t.order)
         again = jnp.concatenate([(t.key[1:] == t.key[:-1]) & sorted_stored[1:], jnp.zeros((1,), bool)])
         kept = put(jnp.zeros((self.size,), bool), t.order, sorted_stored & ~again)
-        columns = [*t.token, *t.position, *running, *t.real_kv_hash]
+        columns = [self.packed[:4, : self.size], log_.matrix(running, t.real_kv_hash)]
         if records.shape[1] >= PROVENANCE_RECORD_WORDS:
-            zero = jnp.zeros((self.size,), jnp.uint32)
-            step, flags = jnp.broadcast_to(self.context[0], (self.size,)), jnp.full((self.size,), np.uint32(self.record_flags))
-            columns += [*take64(q.request_id, owner), step, flags, *take64(q.namespace, owner), zero, zero]
+            launch = U64(self.context[0], jnp.full((), np.uint32(self.record_flags)))
+            shared = (U64(*(jnp.broadcast_to(word, (self.rows,)) for word in value)) for value in (launch, words.zeros(())))
+            step_and_flags, zero = shared
+            columns.append(take_columns(log_.matrix(q.request_id, step_and_flags, q.namespace, zero), owner))
         place = jnp.where(kept, words.as_int32(t.slot.lo), np.int32(records.shape[0]) + iota(self.size))
-        numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
-        )
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-        return lax.scatter(records, place[:, None], jnp.stack(columns, axis=1), numbers, unique_indices=True, mode=mode)
+        numbers = lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
+        updates = lax.transpose(jnp.concatenate(columns), (1, 0))  # [T, 8 or 16]
+        return lax.scatter(records, place[:, None], updates, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _int(mask: jax.Array) -> jax.Array:
     return lax.convert_element_type(mask, jnp.int32)
-
-
-def _advance(running: U64, row: jax.Array, inside: jax.Array | None) -> U64:
-    """The hash after one packed entry ``[5, n]``."""
-    token, position = U64(row[0], row[1]), U64(row[2], row[3])
-    stored = row[4] != np.uint32(0)
-    return words.select(stored if inside is None else stored & inside, words.mix3(running, token, position), running)
 
 
 def _per_request(x: jax.Array, rows: int, default: int) -> U64:
@@ -341,6 +325,7 @@ def _hash_slots(
     return lax.while_loop(lambda carry: carry[0] < end, body, (np.int32(0), words.zeros((size,)), tags))[1:]
 
 
+@per_platform
 def write(
     records: jax.Array,
     source_tags: jax.Array,
@@ -406,9 +391,12 @@ def write(
         assert_bits = jnp.where(words.not_equal(token, expected_token), np.uint32(FailReason.WRITE_TOKEN), np.uint32(0))
         wrong = jnp.where(words.not_equal(position, expected_position), np.uint32(FailReason.WRITE_POSITION), np.uint32(0))
         assert_bits = assert_bits | wrong
-    edges = put_add(jnp.zeros((size + 1,), jnp.int32), jnp.where(active, begin, np.int32(size + 1)), jnp.ones((rows,), jnp.int32))
-    edges = put_add(edges, jnp.where(active, end, np.int32(size + 1)), jnp.full((rows,), np.int32(-1)))
-    stored = inside & (cumsum(edges)[:size] > np.int32(0))
+    entry = iota(size)
+    # How far the segments that began so far reach, and the last entry before that can be stored.
+    reach = put_max(jnp.zeros((size,), jnp.int32), jnp.where(active, begin, np.int32(size)), end)
+    reach, last_inside = cummax(jnp.stack([reach, jnp.where(inside, entry, np.int32(-1))]))
+    last_inside = jnp.concatenate([jnp.full((1,), np.int32(-1)), last_inside[:-1]])
+    stored = inside & (entry < reach)
 
     # Hashes of the slots: the pool does not change during the launch, so duplicates of a slot agree.
     real_kv_hash, tags = words.zeros((size,)), source_tags if source_tags.size > 0 and slots > 0 else None
@@ -417,9 +405,7 @@ def write(
         last = jnp.max(jnp.where(active, end, np.int32(0)))
         real_kv_hash, tags = _hash_slots(hasher, tags, index, stored, last)
 
-    entry = iota(size)
     key, order = lax.sort((jnp.where(stored, slot.lo, _NO_SLOT), entry), num_keys=2)
-    last_inside = exclusive(lax.cummax(jnp.where(inside, entry, np.int32(-1))) + np.int32(1))[:size] - np.int32(1)
     seed = words.from_operand(seeds)
     writer = _Writer(
         tokens=_Tokens(

@@ -38,7 +38,8 @@ def integers(operand: Any) -> list[int]:
     array = np.asarray(operand)
     if is_pairs(array):
         return [signed(int(low) | int(high) << 32) for low, high in array.tolist()]
-    return [signed(int(value)) for value in array.reshape(-1).tolist()]
+    values: list[int] = array.reshape(-1).tolist()
+    return values if array.dtype.kind == "i" else [signed(int(value)) for value in values]
 
 
 def scalar(operand: Any, default: int = 0) -> int:
@@ -58,9 +59,9 @@ def clamp(value: int, low: int, high: int) -> int:
 
 
 def array_of(values: Iterable[int], dtype: Any) -> NDArray[Any]:
-    """A one-dimensional array of int32 or int64 in which every value wraps to the width of ``dtype``."""
-    bits = np.dtype(dtype).itemsize * 8
-    return np.array([signed(value, bits) for value in values], dtype=dtype)
+    """A one-dimensional array of int32 or int64; a value beyond it saturates, so that what was out of range stays so."""
+    limits = np.iinfo(dtype)
+    return np.array([clamp(value, int(limits.min), int(limits.max)) for value in values], dtype=dtype)
 
 
 def words_of(values: Iterable[int]) -> list[int]:

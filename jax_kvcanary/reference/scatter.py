@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary.reference.integers import array_of, integers, item
+from jax_kvcanary.reference.integers import integers, item, signed
 from jax_kvcanary.spec import FailReason
 from jax_kvcanary.state import ScatterResult
 
@@ -29,5 +29,5 @@ def scatter_req_token_ids(*, flat_in: Any, offsets: Any, req_pool_indices: Any, 
             status[r] = int(FailReason.TABLE_OUT_OF_RANGE)
             continue
         segment = values[begin:end][:width]
-        pool[row, : len(segment)] = array_of(segment, np.int32)
+        pool[row, : len(segment)] = [signed(value, 32) for value in segment]
     return ScatterResult(pool=pool, status=np.array(status, np.int32))

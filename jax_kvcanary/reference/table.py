@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary.reference.integers import integers, item, signed
-from jax_kvcanary.spec import PLAN_INVALID_SLOT, TableKind
+from jax_kvcanary.spec import INT32_MAX, PLAN_INVALID_SLOT, TableKind
 
 
 class SlotTable:
@@ -67,7 +67,8 @@ class SlotTable:
             slot = signed(int(self.values[row, position]))
         elif self.kind == TableKind.BLOCKS:
             block = signed(int(self.values[row, position // self.page_size]))
-            slot = block if block < 0 else signed(block * self.page_size + position % self.page_size)
+            in_reach = 0 <= block <= INT32_MAX  # anything else is no page and stays as it is
+            slot = block * self.page_size + position % self.page_size if in_reach else block
         elif self.kind == TableKind.FLAT:
             slot = signed(int(self.values[self.starts[batch_row] + position]))
         elif self.width > 0:

@@ -70,6 +70,8 @@ class _Verifier:
         self.reader = SourceReader(real_kv_sources, real_kv_buffers, real_kv_hash_mode)
         self.source_tags = as_source_tags(source_tags, self.records.shape[0], len(self.reader))
         self.window = self._window(source_window)
+        if self.reader.mode == RealKvHashMode.NONE:  # no source is read: nothing to compare tags with
+            self.source_tags = self.window = None
         self.slots = self.reader.slots(self.records.shape[0])
         self.check_token = check_verify_expected_token
         self.namespaces = integers(namespaces)

@@ -18,11 +18,13 @@
 
 namespace kvtest {
 
+enum class Access { kRead, kWrite };
+
 // Where a backend's operands lie. `place` returns memory of exactly `size` bytes that starts `shift` bytes past a multiple of 16.
 class Memory {
  public:
   virtual ~Memory() = default;
-  virtual void* place(const void* bytes, size_t size, int shift) = 0;
+  virtual void* place(const void* bytes, size_t size, int shift, Access access) = 0;
   virtual void fetch(void* to, const void* from, size_t size) = 0;
 };
 
@@ -70,7 +72,8 @@ class Binder {
     kvcanary::PlanOutput& out = plan_;
     out.verify_capacity = shape.verify_capacity;
     out.write_req_capacity = shape.write_req_capacity;
-    for (kvcanary::IntOutput* array : {&out.slot_indices, &out.expected_tokens, &out.expected_positions, &out.prev_slot_indices, &out.batch_rows}) {
+    for (kvcanary::IntOutput* array :
+         {&out.slot_indices, &out.expected_tokens, &out.expected_positions, &out.prev_slot_indices, &out.batch_rows}) {
       *array = int_output(shape.verify_capacity);
     }
     out.num_valid = space<int32_t>(1, 4);
@@ -89,9 +92,9 @@ class Binder {
     bind_state(bound, out.records, out.slots, out.log);
     if (reading_.tags) out.source_tags = tags_;
     const VerifyParts& v = case_.verify;
-    out.source_window = place_all(v.source_window.data(), 2, 4);
+    out.source_window = input(v.source_window.data(), 2, 4);
     out.sources = sources;
-    out.context.values = place_all(case_.launch.context.data(), 2, 8);
+    out.context.values = input(case_.launch.context.data(), 2, 8);
     out.req_pool_indices = ints(case_.batch.req_pool_indices);
     out.namespaces = ints(v.namespaces);
     out.batch_size = case_.batch.size();
@@ -115,9 +118,9 @@ class Binder {
     out.expected_positions = ints(e.expected_positions);
     out.prev_slot_indices = ints(e.prev_slot_indices);
     out.batch_rows = ints(e.batch_rows);
-    out.num_valid = place_all(&e.num_valid, 1, 0);
-    out.enable = place_all(&e.enable, 1, 4);
-    out.row_status = place_all(e.row_status.data(), e.row_status.size(), 12);
+    out.num_valid = input(&e.num_valid, 1, 0);
+    out.enable = input(&e.enable, 1, 4);
+    out.row_status = input(e.row_status.data(), e.row_status.size(), 12);
     return out;
   }
 
@@ -127,16 +130,16 @@ class Binder {
     bind_state(bound, out.records, out.slots, out.log);
     if (reading_.tags) out.source_tags = tags_;
     out.sources = sources;
-    out.context.values = place_all(case_.launch.context.data(), 2, 8);
+    out.context.values = input(case_.launch.context.data(), 2, 8);
     out.write_offsets = ints(w.write_offsets);
     out.seed_slots = ints(w.seed_slots);
-    out.num_valid_reqs = place_all(&w.num_valid_reqs, 1, 4);
+    out.num_valid_reqs = input(&w.num_valid_reqs, 1, 4);
     out.input_ids = ints(w.input_ids);
     out.positions = ints(w.positions);
     out.out_cache_loc = ints(w.out_cache_loc);
     out.expected_tokens = ints(w.expected_tokens);
     out.expected_positions = ints(w.expected_positions);
-    out.chain_position_assert = place_all(&w.chain_position_assert, 1, 12);
+    out.chain_position_assert = input(&w.chain_position_assert, 1, 12);
     out.req_pool_indices = ints(w.req_pool_indices);
     out.request_ids = ints(w.request_ids);
     out.namespaces = ints(w.namespaces);
@@ -158,7 +161,7 @@ class Binder {
     out.flat_in = ints(s.flat_in);
     out.offsets = ints(s.offsets);
     out.req_pool_indices = ints(s.req_pool_indices);
-    out.pool = pool_ = place_all(s.pool.data(), s.pool.size(), 4);
+    out.pool = pool_ = state(s.pool.data(), s.pool.size(), 4);
     out.status = status_ = space<int32_t>(s.req_pool_indices.size(), 8);
     out.rows = s.rows;
     out.width = s.width;
@@ -170,7 +173,7 @@ class Binder {
     BoundSources out;
     out.slots = reading_.slots;
     std::vector<const unsigned char*> buffers;
-    for (const Bytes& b : case_.sources.buffers) buffers.push_back(place_all(b.values.data(), b.values.size(), b.shift));
+    for (const Bytes& b : case_.sources.buffers) buffers.push_back(input(b.values.data(), b.values.size(), b.shift));
     for (size_t k = 0; k < reading_.read_bytes.size(); ++k) {
       const SourceSpec& s = case_.sources.specs[k];
       kvcanary::SourceGeometry g{};
@@ -239,7 +242,7 @@ class Binder {
   template <typename T>
   T* space(int64_t count, int shift) {
     const std::vector<unsigned char> garbage(static_cast<size_t>(count) * sizeof(T), 0xA5);
-    return static_cast<T*>(memory_.place(garbage.data(), garbage.size(), shift));
+    return static_cast<T*>(memory_.place(garbage.data(), garbage.size(), shift, Access::kWrite));
   }
 
  private:
@@ -249,17 +252,21 @@ class Binder {
   }
 
   template <typename T>
-  T* place_all(const T* values, size_t count, int shift) {
-    return static_cast<T*>(memory_.place(values, count * sizeof(T), shift));
+  const T* input(const T* values, size_t count, int shift) {
+    return static_cast<const T*>(memory_.place(values, count * sizeof(T), shift, Access::kRead));
+  }
+  template <typename T>
+  T* state(const T* values, size_t count, int shift) {
+    return static_cast<T*>(memory_.place(values, count * sizeof(T), shift, Access::kWrite));
   }
 
   kvcanary::IntArray ints(const Ints& a) {
     kvcanary::IntArray out{nullptr, a.size(), a.wide};
     if (a.wide) {
-      out.data = place_all(a.values.data(), a.values.size(), a.shift);
+      out.data = input(a.values.data(), a.values.size(), a.shift);
     } else {
       const std::vector<int32_t> narrow(a.values.begin(), a.values.end());
-      out.data = place_all(narrow.data(), narrow.size(), a.shift);
+      out.data = input(narrow.data(), narrow.size(), a.shift);
     }
     return out;
   }
@@ -271,17 +278,17 @@ class Binder {
 
   void bind_state(const BoundSources& bound, kvcanary::RecordTable& records, int64_t& slots, kvcanary::ViolationLog& log) {
     const State& s = case_.state;
-    records.data = records_ = place_all(s.records.values.data(), s.records.values.size(), s.records.shift);
+    records.data = records_ = state(s.records.values.data(), s.records.values.size(), s.records.shift);
     records.slots = s.slots;
     records.words = s.words;
     records.vector = s.words % 4 == 0 && s.records.shift == 0;
     slots = std::min(s.slots, bound.slots);
-    tags_ = place_all(s.tags.values.data(), s.tags.values.size(), s.tags.shift);
-    log.ring = ring_ = place_all(s.ring.values.data(), s.ring.values.size(), s.ring.shift);
+    tags_ = state(s.tags.values.data(), s.tags.values.size(), s.tags.shift);
+    log.ring = ring_ = state(s.ring.values.data(), s.ring.values.size(), s.ring.shift);
     log.rows = s.ring_rows;
-    log.write_index = write_index_ = place_all(&s.write_index, 1, 4);
-    slot_runs_ = place_all(s.slot_runs.data(), s.slot_runs.size(), 8);
-    kernel_runs_ = place_all(s.kernel_runs.data(), s.kernel_runs.size(), 0);
+    log.write_index = write_index_ = state(&s.write_index, 1, 4);
+    slot_runs_ = state(s.slot_runs.data(), s.slot_runs.size(), 8);
+    kernel_runs_ = state(s.kernel_runs.data(), s.kernel_runs.size(), 0);
     log.slot_runs = slot_runs_ + case_.launch.tag;
     log.kernel_runs = kernel_runs_ + case_.launch.tag;
   }

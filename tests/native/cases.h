@@ -17,7 +17,8 @@ namespace kvtest {
 
 class Generator {
  public:
-  explicit Generator(uint64_t seed) : random_(~seed) { case_.seed = seed; }
+  // `giant`: enough work to fill a large device, for the paths that only then are taken.
+  Generator(uint64_t seed, bool giant) : random_(~seed), calm_(random_.one_in(4) || giant), giant_(giant) { case_.seed = seed; }
 
   Case make(Op op) {
     case_.op = op;
@@ -43,8 +44,13 @@ class Generator {
 
  private:
   static constexpr int64_t kMostEntries = 3000;  // of most verifies; a few are larger
+  static constexpr int64_t kGiantWidth = 6000;
 
   // --- integers ---
+
+  Manner any_manner() {
+    return calm_ ? Manner::kClean : random_.pick({Manner::kClean, Manner::kClean, Manner::kMixed, Manner::kMixed, Manner::kWild});
+  }
 
   int64_t small_size() { return random_.pick<int64_t>({0, 1, 2, 3, random_.between(0, 8), random_.between(0, 40)}); }
 
@@ -61,7 +67,7 @@ class Generator {
   }
 
   // `count` integers that should lie in [0, n).
-  Ints indices(int64_t count, int64_t n) { return indices(count, n, any_manner(random_)); }
+  Ints indices(int64_t count, int64_t n) { return indices(count, n, any_manner()); }
   Ints indices(int64_t count, int64_t n, Manner manner) {
     const bool wide = random_.one_in(2);
     std::vector<int64_t> values(static_cast<size_t>(count));
@@ -92,8 +98,11 @@ class Generator {
 
   void make_state() {
     State& s = case_.state;
-    s.slots = random_.pick<int64_t>({0, 1, 2, random_.between(3, 9), random_.between(10, 80), random_.between(10, 80), random_.between(10, 80)});
+    s.slots =
+        random_.pick<int64_t>({0, 1, 2, random_.between(3, 9), random_.between(10, 80), random_.between(10, 80), random_.between(10, 80)});
     if (random_.one_in(60)) s.slots = random_.between(300, 3000);
+    if (calm_) s.slots = random_.between(60, 300);
+    if (giant_) s.slots = 2 * kGiantWidth;
     s.words = random_.pick({8, 8, 9, 10, 12, 16, 16, 20});
     s.records.shift = random_.pick({0, 0, 0, 4, 8, 12});
     s.records.values = std::vector<uint32_t>(static_cast<size_t>(s.slots * s.words), 0);
@@ -101,7 +110,8 @@ class Generator {
     for (int64_t slot = 0; slot < s.slots; ++slot) {
       if (style == 0 || (style == 1 && random_.one_in(3))) continue;
       for (int word = 0; word < s.words; ++word) {
-        s.records.values[record_at(s, slot, word)] = static_cast<uint32_t>(style == 1 ? static_cast<uint64_t>(random_.below(4)) : random_.next());
+        s.records.values[record_at(s, slot, word)] =
+            static_cast<uint32_t>(style == 1 ? static_cast<uint64_t>(random_.below(4)) : random_.next());
       }
       // Blank but for a single word: not unwritten, if the word counts.
       if (random_.one_in(6)) {
@@ -133,6 +143,14 @@ class Generator {
 
   // --- sources ---
 
+  // One short run a slot, so that very many slots fit.
+  SourceSpec make_giant_spec(int64_t slots) {
+    SourceSpec s;
+    s.pages = slots;
+    s.run_bytes = s.read_bytes = s.page_stride = random_.pick<int64_t>({16, 48, 112, 128, 144, 256, 272});
+    return s;
+  }
+
   // A stride that is never used may be any number.
   int64_t dead_stride(int64_t unit) {
     return random_.pick<int64_t>({0, 0, unit, unit * random_.between(0, 64), int64_t{1} << 58, random_.below((int64_t{1} << 58) + 1)});
@@ -151,13 +169,15 @@ class Generator {
     SourceSpec s;
     const int64_t unit = random_.pick<int64_t>({1, 2, 4, 8, 16, 16});
     s.page_size = random_.pick<int64_t>({1, 1, 2, 3, 4, 16, slots + 1, random_.between(1, slots + 2)});
-    const int64_t near = std::max<int64_t>(0, slots + random_.pick<int64_t>({0, 0, 0, 0, 1, 5, -1, -3, -slots}));
-    s.pages = (near + (random_.one_in(4) ? 0 : s.page_size - 1)) / s.page_size;
-    s.run_bytes = unit * random_.between(1, 6);
+    const int64_t near = calm_ ? slots : std::max<int64_t>(0, slots + random_.pick<int64_t>({0, 0, 0, 0, 1, 5, -1, -3, -slots}));
+    s.pages = (near + (!calm_ && random_.one_in(4) ? 0 : s.page_size - 1)) / s.page_size;
+    // From 128 bytes on a run may be staged in pieces of 256, up to eight at a time.
+    s.run_bytes =
+        unit * random_.pick<int64_t>({random_.between(1, 6), random_.between(1, 6), 7, 8, 9, 16, 17, 32, random_.between(100, 170)});
     if (!random_.one_in(3)) {
       for (int64_t& count : s.counts) count = random_.pick<int64_t>({1, 1, 2, 3});
     }
-    const bool wide_read = random_.one_in(25);
+    const bool wide_read = random_.one_in(12);
     if (wide_read) s.counts[static_cast<size_t>(random_.below(4))] = random_.between(100, 700);
 
     std::array<int64_t*, 6> strides{&s.page_stride, &s.token_stride, &s.strides[0], &s.strides[1], &s.strides[2], &s.strides[3]};
@@ -170,7 +190,7 @@ class Generator {
       // Overlapping strides are served too, and make long reads of small buffers.
       if ((wide_read && counts[axis] > 50) || random_.one_in(30)) stride = 0;
       if (counts[axis] == 1) {
-        *strides[axis] = random_.one_in(4) ? dead_stride(unit) : stride;
+        *strides[axis] = random_.one_in(3) ? dead_stride(unit) : stride;
         continue;
       }
       if (reach + stride * (counts[axis] - 1) > most_bytes) stride = reach + unit * (counts[axis] - 1) > most_bytes ? 0 : unit;
@@ -187,8 +207,9 @@ class Generator {
     s.offset = unit * random_.pick<int64_t>({0, 0, 1, 3, random_.between(0, 40)});
     const int64_t total = std::accumulate(s.counts.begin(), s.counts.end(), s.run_bytes, [](int64_t a, int64_t b) { return a * b; });
     const int64_t most = std::min<int64_t>(total, 19200);
-    s.read_bytes = random_.pick<int64_t>({most, most, most, most / unit / 2 * unit, std::min<int64_t>(most, 16), std::min<int64_t>(most, 17),
-                                          random_.between(0, most), random_.one_in(3) ? 0 : most});
+    s.read_bytes = random_.pick<int64_t>({most, most, most, most / unit / 2 * unit, std::min<int64_t>(most, 16),
+                                          std::min<int64_t>(most, 17), random_.between(0, most), random_.one_in(3) ? 0 : most});
+    if (s.pages == 0 && random_.one_in(2)) s.read_bytes = 0;
     return s;
   }
 
@@ -200,18 +221,20 @@ class Generator {
     if (random_.one_in(12)) count = 40;
     if (random_.one_in(24)) count = 130;
     out.max_piece = random_.one_in(6) ? random_.pick({1, 2, 4, 8}) : 16;
-    const int64_t most_bytes = count > 5 ? 2000 : 20000;
+    if (giant_) count = random_.between(1, 3);
+    const int64_t most_bytes = giant_ ? 400 * slots : count > 5 ? 6000 : 50000;
     // Layers of one buffer are alike; buffers differ.
     const bool alike = random_.one_in(2);
     for (int64_t k = 0; k < count; ++k) {
       SourceSpec s;
-      if (alike && k % 16 != 0) {
+      if (alike && !giant_ && k % 16 != 0) {
         s = out.specs.back();
         s.offset += random_.pick<int64_t>({16, 16, 32, 48});
       } else {
-        s = make_spec(slots, most_bytes);
+        s = giant_ ? make_giant_spec(slots) : make_spec(slots, most_bytes);
         if (out.buffers.empty() || !random_.one_in(4)) out.buffers.push_back({{}, random_.pick({0, 0, 0, 0, 1, 2, 4, 8})});
-        s.buffer = random_.one_in(6) ? random_.below(static_cast<int64_t>(out.buffers.size())) : static_cast<int64_t>(out.buffers.size()) - 1;
+        s.buffer =
+            random_.one_in(6) ? random_.below(static_cast<int64_t>(out.buffers.size())) : static_cast<int64_t>(out.buffers.size()) - 1;
       }
       out.specs.push_back(s);
     }
@@ -235,17 +258,29 @@ class Generator {
 
   // --- batches ---
 
-  void make_tables(Batch& b, int64_t slots, bool huge) {
+  // kLong: more entries than a chunk of work; kGiant: the same long prefixes in many requests; kHuge: more than a 64-bit sum holds.
+  enum class Length { kAny, kLong, kGiant, kHuge };
+
+  void make_tables(Batch& b, int64_t slots, Length length) {
+    const bool huge = length == Length::kHuge;
     b.kind = static_cast<int32_t>(random_.below(4));
     if (huge) b.kind = kvcanary::kTableBlocks;
+    if (length == Length::kLong) b.kind = kvcanary::kTableFlat;
+    if (length == Length::kGiant) b.kind = random_.pick({kvcanary::kTableRows, kvcanary::kTableRows, kvcanary::kTableIdentity});
     b.table_rows = random_.pick<int64_t>({0, 1, random_.between(1, 12), random_.between(1, 12), random_.between(1, 12)});
     b.table_width = random_.pick<int64_t>({0, 1, random_.between(1, 30), random_.between(1, 30), random_.between(1, 30)});
     b.page_size = random_.pick<int64_t>({1, 2, 3, 16, random_.between(1, 20)});
     if (random_.one_in(12)) b.page_size = random_.pick<int64_t>({kMax32, kMax32 - 1, int64_t{1} << 16});
     b.has_mapping = random_.one_in(3);
-    const int64_t mapped = b.has_mapping ? random_.pick<int64_t>({0, 1, slots, slots, slots + random_.between(1, 30)}) : slots;
-    if (b.has_mapping) b.mapping = indices(mapped, slots);
-    const bool distinct = random_.one_in(2);
+    int64_t mapped = slots;
+    if (b.has_mapping && !calm_) mapped = random_.pick<int64_t>({0, 1, slots, slots, slots + random_.between(1, 30)});
+    if (calm_) {
+      b.table_rows = b.size() + random_.between(1, 4);
+      b.page_size = random_.between(1, 5);
+      b.table_width = slots / b.table_rows / (b.kind == kvcanary::kTableBlocks ? b.page_size : 1);
+    }
+    if (length == Length::kGiant) b.table_rows = 2, b.table_width = kGiantWidth;
+    const bool distinct = calm_ || random_.one_in(2);
     const auto entries = [&](int64_t count, int64_t n) {
       Ints out = indices(count, n);
       // A healthy pool: no two positions share a slot, as far as it goes.
@@ -257,19 +292,24 @@ class Generator {
       }
       return out;
     };
+    if (b.has_mapping) b.mapping = entries(mapped, slots);
     switch (b.kind) {
       case kvcanary::kTableRows:
         b.table = entries(b.table_rows * b.table_width, mapped);
         break;
       case kvcanary::kTableBlocks:
         if (huge) b.table_rows = 1, b.table_width = 500000, b.page_size = kMax32;
-        b.table = huge ? indices(b.table_width, 8, Manner::kClean) : entries(b.table_rows * b.table_width, mapped / b.page_size + (mapped > 0));
+        b.table = huge    ? indices(b.table_width, 8, Manner::kClean)
+                  : calm_ ? entries(b.table_rows * b.table_width, mapped / b.page_size)
+                          : entries(b.table_rows * b.table_width, mapped / b.page_size + (mapped > 0));
         break;
       case kvcanary::kTableFlat: {
-        const int64_t n = random_.one_in(40) ? random_.between(1000, 20000) : random_.pick<int64_t>({0, 1, random_.between(1, 200)});
+        const int64_t n = length == Length::kLong ? random_.between(9000, 20000)
+                          : calm_                 ? mapped
+                                                  : random_.pick<int64_t>({0, 1, random_.between(1, 200)});
         b.table = entries(n, mapped);
         const bool wide = random_.one_in(2);
-        const Manner manner = any_manner(random_);
+        const Manner manner = length == Length::kLong ? Manner::kClean : any_manner();
         std::vector<int64_t> starts(static_cast<size_t>(b.size()) + 1);
         for (int64_t& v : starts) v = random_.between(0, n);
         std::sort(starts.begin(), starts.end());
@@ -281,15 +321,15 @@ class Generator {
         break;
       }
       default:
-        if (random_.one_in(10)) b.table_width = kMax32 / std::max<int64_t>(b.table_rows, 1);
+        if (!calm_ && random_.one_in(10)) b.table_width = kMax32 / std::max<int64_t>(b.table_rows, 1);
         b.table = finish({}, random_.one_in(2));
     }
   }
 
   // Prefixes fill what a row can hold, or pass it by a little or by far.
-  Ints make_prefixes(const Batch& b, bool huge) {
-    const bool wide = huge || random_.one_in(2);
-    const Manner manner = huge ? Manner::kClean : any_manner(random_);
+  Ints make_prefixes(const Batch& b, Length length) {
+    const bool wide = length == Length::kHuge || random_.one_in(2);
+    const Manner manner = any_manner();
     std::vector<int64_t> out;
     for (int64_t r = 0; r < b.size(); ++r) {
       int64_t room = b.kind == kvcanary::kTableBlocks ? b.table_width * b.page_size : b.table_width;
@@ -298,7 +338,14 @@ class Generator {
         room = own < 0 || own > kMax32 ? 0 : static_cast<int64_t>(own);
       }
       if (b.kind == kvcanary::kTableIdentity && random_.one_in(3)) room = room * 3 + 2;
-      out.push_back(huge ? room : random_.one_in(3) ? std::min<int64_t>(room, kMax32) : index_value(random_, std::min<int64_t>(room + 1, kMax32), wide, manner));
+      if (b.kind == kvcanary::kTableIdentity && wide && random_.one_in(6)) {
+        // Positions of a ring go on for ever.
+        out.push_back(kMax64 - random_.below(40));
+        continue;
+      }
+      out.push_back(length != Length::kAny ? room
+                    : random_.one_in(3)    ? std::min<int64_t>(room, kMax32)
+                                           : index_value(random_, std::min<int64_t>(room + 1, kMax32), wide, manner));
     }
     return finish(std::move(out), wide);
   }
@@ -309,22 +356,27 @@ class Generator {
     return small_size();
   }
 
-  void make_batch(int64_t bs, bool huge = false) {
+  void make_batch(int64_t bs, Length length = Length::kAny) {
+    const bool huge = length == Length::kHuge;
     Batch& b = case_.batch;
     const int64_t slots = case_.state.slots;
     // The number of rows is known only with the table; both are drawn near each other.
     b.req_pool_indices.values.resize(static_cast<size_t>(bs));
-    make_tables(b, slots, huge);
+    make_tables(b, slots, length);
     const int64_t rows = b.kind == kvcanary::kTableFlat ? bs : b.table_rows;
-    b.req_pool_indices = indices(bs, rows, huge ? Manner::kClean : any_manner(random_));
-    if (!huge && bs > 0 && bs <= rows && random_.one_in(2)) {
+    b.req_pool_indices = indices(bs, rows, huge ? Manner::kClean : any_manner());
+    if (length == Length::kAny && bs > 0 && bs <= rows && (calm_ || random_.one_in(2))) {
       std::vector<int64_t> order(static_cast<size_t>(rows));
       std::iota(order.begin(), order.end(), 0);
       random_.shuffle(order);
       order.resize(static_cast<size_t>(bs));
       b.req_pool_indices.values = order;
     }
-    b.prefix_lens = make_prefixes(b, huge);
+    if (b.kind == kvcanary::kTableFlat && random_.one_in(3)) {
+      // The request rows of a flat table name nothing but padding and expected tokens.
+      for (int64_t& v : b.req_pool_indices.values) v = random_.between(-6, 6);
+    }
+    b.prefix_lens = make_prefixes(b, length);
     b.extend_seq_lens = indices(bs, 5);
     b.has_expected = random_.one_in(2);
     if (b.has_expected) {
@@ -334,9 +386,9 @@ class Generator {
       b.expected_tokens = indices(b.expected_rows * b.expected_width, 5);
       b.valid_lens = indices(bs, b.expected_width + 2);
     }
-    b.window = random_.pick<int64_t>({0, 0, 0, 1, 2, random_.between(1, 20), kMax32});
+    b.window = length != Length::kAny ? 0 : random_.pick<int64_t>({0, 0, 0, 1, 2, random_.between(1, 20), kMax32});
     b.token_offset = random_.pick<int64_t>({0, 0, 0, 1, 1, -1, random_.between(-30, 30)});
-    if (random_.one_in(15)) b.token_offset = random_.pick<int64_t>({kMin32, kMax32});
+    if (random_.one_in(10)) b.token_offset = random_.pick<int64_t>({kMin32, kMax32});
     b.has_padding_req = random_.one_in(2) && !huge;
     b.padding_req = random_.one_in(4) ? hostile_value(random_, rows, true) : random_.pick<int64_t>({0, 0, random_.between(0, 3)});
   }
@@ -355,19 +407,30 @@ class Generator {
     }
   }
 
-  int64_t most_entries() { return random_.one_in(30) ? 20000 : kMostEntries; }
+  // A batch that a verify can visit.
+  void make_verify_batch() {
+    const bool is_long = !giant_ && random_.one_in(50);
+    make_batch(giant_    ? random_.pick<int64_t>({11, 20, 50})
+               : is_long ? random_.between(1, 5)
+                         : batch_size(),
+               giant_    ? Length::kGiant
+               : is_long ? Length::kLong
+                         : Length::kAny);
+    limit_entries(giant_ ? 400000 : is_long ? 20000 : kMostEntries);
+  }
 
   // --- plan ---
 
   void make_plan() {
     case_.state.slots = random_.pick<int64_t>({0, 1, random_.between(2, 60), random_.between(2, 60), random_.between(100, 400)});
     // Many requests with prefixes of 2^50 entries: more than a 64-bit sum holds.
-    const bool huge = random_.one_in(500);
-    make_batch(huge ? 10000 : batch_size(), huge);
-    if (!huge && random_.one_in(2)) limit_entries(most_entries());
+    const Length length = random_.one_in(80) ? Length::kHuge : random_.one_in(30) ? Length::kLong : Length::kAny;
+    make_batch(length == Length::kHuge ? 10000 : length == Length::kLong ? random_.between(1, 5) : batch_size(), length);
+    if (length == Length::kAny && !random_.one_in(4)) limit_entries(kMostEntries);
     PlanShape& plan = case_.plan;
     const int64_t total = model_total(case_.batch);
-    const int64_t capacity = random_.pick<int64_t>({0, 1, total - 1, total, total, total, total < 30000 ? total + random_.between(1, 50) : 0, 100});
+    const int64_t capacity = random_.pick<int64_t>(
+        {0, 1, total - 1, total - 1, total, total, total, total / 2, total < 30000 ? total + random_.between(1, 50) : 0, 100});
     plan.verify_capacity = std::clamp<int64_t>(capacity, 0, 30000);
     plan.write_req_capacity = case_.batch.size() + random_.pick<int64_t>({0, 0, 1, 5, 1100});
     plan.wide = random_.one_in(2);
@@ -391,7 +454,7 @@ class Generator {
   void stamp(const std::vector<ModelEntry>& entries) {
     State& state = case_.state;
     std::vector<uint32_t>& records = state.records.values;
-    if (random_.one_in(4)) return;
+    if (!calm_ && random_.one_in(4)) return;
     const int64_t slots = reachable_slots(case_);
     const bool mark = random_.one_in(2);
     RealKv real_kv(case_);
@@ -400,19 +463,28 @@ class Generator {
       if (e.slot < 0 || e.slot >= slots) continue;
       const ModelChain chain = model_chain_of(case_, records, e, slots);
       const SlotHashes& real = real_kv.of(e.slot);
-      const uint64_t token = static_cast<uint64_t>(e.token != -1 ? e.token : random_.below(5));
-      set_model_record(state, records, e.slot, {token, static_cast<uint64_t>(e.position), chain.reachable ? chain.hash : random_.next(), real.combined});
-      for (int word = 8; word < state.words && mark; ++word) records[record_at(state, e.slot, word)] = static_cast<uint32_t>(random_.below(3));
-      for (size_t k = 0; state.has_tags && k < real.tags.size(); ++k) state.tags.values[static_cast<size_t>(e.slot) * specs.size() + k] = real.tags[k];
+      // Requests with a prefix in common agree on it.
+      const uint64_t token =
+          e.token != -1 ? static_cast<uint64_t>(e.token) : (static_cast<uint64_t>(e.slot) + static_cast<uint64_t>(e.position)) % 5;
+      set_model_record(state, records, e.slot,
+                       {token, static_cast<uint64_t>(e.position), chain.reachable ? chain.hash : random_.next(), real.combined});
+      for (int word = 8; word < state.words && mark; ++word)
+        records[record_at(state, e.slot, word)] = static_cast<uint32_t>(random_.below(3));
+      for (size_t k = 0; state.has_tags && k < real.tags.size(); ++k)
+        state.tags.values[static_cast<size_t>(e.slot) * specs.size() + k] = real.tags[k];
     }
     const auto flip = [&](std::vector<uint32_t>& words) {
       if (!words.empty()) words[static_cast<size_t>(random_.below(static_cast<int64_t>(words.size())))] ^= 1u << random_.below(32);
     };
+    if (calm_ && random_.one_in(2)) return;
     for (int64_t n = random_.pick<int64_t>({0, 0, 1, 3}); n > 0; --n) flip(records);
     for (int64_t n = random_.pick<int64_t>({0, 0, 1, 3}); n > 0; --n) flip(state.tags.values);
     for (int64_t n = random_.pick<int64_t>({0, 0, 1, 3}); n > 0 && !case_.sources.buffers.empty(); --n) {
-      std::vector<unsigned char>& bytes = case_.sources.buffers[static_cast<size_t>(random_.below(static_cast<int64_t>(case_.sources.buffers.size())))].values;
-      if (!bytes.empty()) bytes[static_cast<size_t>(random_.below(static_cast<int64_t>(bytes.size())))] ^= static_cast<unsigned char>(random_.between(1, 255));
+      std::vector<unsigned char>& bytes =
+          case_.sources.buffers[static_cast<size_t>(random_.below(static_cast<int64_t>(case_.sources.buffers.size())))].values;
+      if (!bytes.empty())
+        bytes[static_cast<size_t>(random_.below(static_cast<int64_t>(bytes.size())))] ^=
+            static_cast<unsigned char>(random_.between(1, 255));
     }
     if (slots > 0 && random_.one_in(4)) {
       const int64_t slot = random_.below(slots);
@@ -427,7 +499,7 @@ class Generator {
     Entries& out = case_.entries;
     const int64_t slots = case_.state.slots;
     std::vector<ModelEntry> entries;
-    if (random_.one_in(3)) {
+    if (!calm_ && random_.one_in(3)) {
       case_.batch.req_pool_indices = indices(batch_size(), 12);
       const int64_t bs = case_.batch.size();
       const int64_t n = random_.one_in(60) ? random_.between(4000, 9000) : small_size();
@@ -444,8 +516,7 @@ class Generator {
                            out.batch_rows.get(i, -1)});
       }
     } else {
-      make_batch(batch_size());
-      limit_entries(most_entries());
+      make_verify_batch();
       make_verify_parts();
       entries = model_entries(case_.batch);
       for (int64_t r = 0; r < case_.batch.size(); ++r) out.row_status.push_back(model_request(case_.batch, r).status);
@@ -453,7 +524,7 @@ class Generator {
         const bool wide = random_.one_in(2);
         std::vector<int64_t> values;
         for (const ModelEntry& e : entries) values.push_back(model_narrow(e.*member, wide));
-        for (int64_t n = random_.pick<int64_t>({0, 0, 5}); n > 0; --n) values.push_back(hostile_value(random_, slots, wide));
+        for (int64_t n = calm_ ? 0 : random_.pick<int64_t>({0, 0, 5}); n > 0; --n) values.push_back(hostile_value(random_, slots, wide));
         return values.empty() ? finish({}, wide) : finish(std::move(values), wide);
       };
       out.slot_indices = column(&ModelEntry::slot);
@@ -467,7 +538,8 @@ class Generator {
     }
     const int64_t n = out.slot_indices.size();
     const int64_t clean = static_cast<int64_t>(entries.size());
-    out.num_valid = static_cast<int32_t>(random_.pick<int64_t>({std::min(n, clean), std::min(n, clean), n, n - 1, n + 1, -1, kMin32, kMax32, random_.between(0, n)}));
+    out.num_valid = static_cast<int32_t>(
+        random_.pick<int64_t>({std::min(n, clean), std::min(n, clean), n, n - 1, n + 1, -1, kMin32, kMax32, random_.between(0, n)}));
     out.enable = static_cast<int32_t>(random_.pick<int64_t>({1, 1, 1, 1, 1, 0, -1, 2, kMin32}));
     stamp(entries);
   }
@@ -476,9 +548,8 @@ class Generator {
     make_state();
     make_launch();
     make_sources();
-    make_batch(batch_size());
+    make_verify_batch();
     case_.batch.extend_seq_lens = {};
-    limit_entries(most_entries());
     make_verify_parts();
     stamp(model_entries(case_.batch));
   }
@@ -495,7 +566,8 @@ class Generator {
     int64_t tokens = random_.pick<int64_t>({0, 1, 5, 31, 32, 33, 64, 65, random_.between(0, 200)});
     if (random_.one_in(40)) capacity = random_.between(100, 1500);
     if (random_.one_in(40)) tokens = random_.between(1000, 9000);
-    const Manner manner = capacity * tokens > 40000 ? Manner::kClean : any_manner(random_);
+    if (giant_) capacity = random_.pick<int64_t>({1, 40, 2000}), tokens = random_.pick<int64_t>({20000, 60000});
+    const Manner manner = capacity * tokens > 40000 ? Manner::kClean : any_manner();
     std::vector<int64_t> offsets(static_cast<size_t>(capacity) + 1);
     for (int64_t& v : offsets) v = random_.between(0, tokens);
     std::sort(offsets.begin(), offsets.end());
@@ -511,13 +583,18 @@ class Generator {
 
     // Each slot belongs to one request, so that requests stay out of each other's way.
     const auto owner = [&](int64_t slot) { return slot % std::max<int64_t>(capacity, 1); };
+    const bool apart = !random_.one_in(10);
     const auto own_slot = [&](int64_t r) {
       const int64_t slot = slots > 0 ? random_.below(slots) : -1;
-      return slot < 0 ? -1 : owner(slot) == r ? slot : r < slots ? r + (slot - owner(slot)) >= slots ? r : r + (slot - owner(slot)) : -1;
+      return !apart             ? slot
+             : slot < 0         ? -1
+             : owner(slot) == r ? slot
+             : r < slots        ? r + (slot - owner(slot)) >= slots ? r : r + (slot - owner(slot))
+                                : -1;
     };
     const auto destinations = [&](const std::vector<int64_t>& owners, int64_t none_in) {
       const bool wide = random_.one_in(2);
-      const Manner how = any_manner(random_);
+      const Manner how = any_manner();
       std::vector<int64_t> out;
       for (const int64_t r : owners) {
         const bool hostile = how == Manner::kWild ? random_.one_in(2) : how == Manner::kMixed && random_.one_in(10);
@@ -527,7 +604,8 @@ class Generator {
     };
     std::vector<int64_t> token_owner(static_cast<size_t>(tokens), 0);
     for (int64_t r = 0; r < capacity; ++r) {
-      for (int64_t i = clean_offsets[static_cast<size_t>(r)]; i < clean_offsets[static_cast<size_t>(r) + 1]; ++i) token_owner[static_cast<size_t>(i)] = r;
+      for (int64_t i = clean_offsets[static_cast<size_t>(r)]; i < clean_offsets[static_cast<size_t>(r) + 1]; ++i)
+        token_owner[static_cast<size_t>(i)] = r;
     }
     std::vector<int64_t> requests(static_cast<size_t>(capacity));
     std::iota(requests.begin(), requests.end(), 0);
@@ -537,13 +615,15 @@ class Generator {
     w.chain_position_assert = static_cast<int32_t>(random_.pick<int64_t>({0, 1, 1, -1, kMin32}));
     w.input_ids = indices(tokens, 6);
     w.positions = indices(tokens, 6);
-    if (random_.one_in(2)) {
+    if (calm_) w.positions.wide = true, w.positions.shift = 0;
+    if (calm_ || random_.one_in(2)) {
       // Positions that follow each other from the seed's on.
       for (int64_t r = 0; r < capacity; ++r) {
         const int64_t seed = w.seed_slots.at(r);
         uint64_t position = seed >= 0 && seed < slots ? model_record(case_.state, case_.state.records.values, seed).position + 1 : 0;
         for (int64_t i = clean_offsets[static_cast<size_t>(r)]; i < clean_offsets[static_cast<size_t>(r) + 1]; ++i) {
-          if (!random_.one_in(20)) w.positions.values[static_cast<size_t>(i)] = w.positions.wide ? static_cast<int64_t>(position) : static_cast<int32_t>(position);
+          if (!random_.one_in(calm_ ? 400 : 20))
+            w.positions.values[static_cast<size_t>(i)] = w.positions.wide ? static_cast<int64_t>(position) : static_cast<int32_t>(position);
           if (w.out_cache_loc.at(i) != -1) ++position;
         }
       }
@@ -552,7 +632,7 @@ class Generator {
     if (w.assert_input) {
       const auto nearly = [&](const Ints& from) {
         std::vector<int64_t> values = from.values;
-        const int64_t differ = random_.pick<int64_t>({2, 20, 1000});
+        const int64_t differ = calm_ ? 1000 : random_.pick<int64_t>({2, 20, 1000});
         for (int64_t& v : values) v ^= random_.one_in(differ) ? 1 : 0;
         return finish(std::move(values), from.wide || random_.one_in(2));
       };
@@ -563,7 +643,7 @@ class Generator {
     w.request_ids = names(up_to(capacity));
     w.namespaces = names(up_to(capacity));
     w.record_flags = static_cast<uint32_t>(random_.pick<uint64_t>({0, 1, 2, 3, 0xFFFFFFFFull}));
-    if (!random_.one_in(8)) separate_requests();
+    if (apart) separate_requests();
   }
 
   // Takes from requests the slots that an earlier one writes, and the seeds that another one writes.
@@ -610,7 +690,7 @@ class Generator {
       }
     }
     const bool wide = random_.one_in(2);
-    const Manner manner = any_manner(random_);
+    const Manner manner = any_manner();
     std::vector<int64_t> offsets(static_cast<size_t>(bs) + 1);
     for (int64_t& v : offsets) v = random_.between(0, tokens);
     std::sort(offsets.begin(), offsets.end());
@@ -623,13 +703,18 @@ class Generator {
   }
 
   Random random_;
+  bool calm_;  // a healthy pool and clean operands: what a launch must stay quiet about
+  bool giant_;
   Case case_;
 };
 
-inline Case make_case(uint64_t seed) {
+// One case in `giant_one_in` is a giant one; 0: none is.
+inline Case make_case(uint64_t seed, int64_t giant_one_in) {
   Random random(seed);
-  const Op op = random.pick({Op::kPlan, Op::kVerify, Op::kVerify, Op::kVerifyFused, Op::kVerifyFused, Op::kWrite, Op::kWrite, Op::kScatter});
-  return Generator(seed).make(op);
+  const Op op =
+      random.pick({Op::kPlan, Op::kVerify, Op::kVerify, Op::kVerifyFused, Op::kVerifyFused, Op::kWrite, Op::kWrite, Op::kScatter});
+  const bool can_be_giant = op == Op::kVerify || op == Op::kVerifyFused || op == Op::kWrite;
+  return Generator(seed, can_be_giant && giant_one_in > 0 && random.one_in(giant_one_in)).make(op);
 }
 
 }  // namespace kvtest

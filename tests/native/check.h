@@ -28,7 +28,7 @@ std::string difference(const char* what, const Sequence& expected, const Sequenc
   return {};
 }
 
-inline std::string difference(const char* what, int64_t expected, int64_t got) {
+inline std::string number_difference(const char* what, int64_t expected, int64_t got) {
   return expected == got ? std::string() : std::string(what) + ": " + std::to_string(got) + ", expected " + std::to_string(expected);
 }
 
@@ -51,10 +51,10 @@ inline Row ring_row(const std::vector<uint32_t>& ring, int64_t index) {
 inline std::string check_log(const Expected& expected, const Result& got) {
   const Result& want = expected.result;
   if (!expected.reports) {
-    std::string out = difference("write_index", want.write_index, got.write_index);
+    std::string out = number_difference("write_index", want.write_index, got.write_index);
     return !out.empty() ? out : difference("ring", want.ring, got.ring);
   }
-  const std::string index = difference("write_index", want.write_index, got.write_index);
+  const std::string index = number_difference("write_index", want.write_index, got.write_index);
   if (!index.empty()) return index;
   const int64_t reported = static_cast<int64_t>(expected.rows.size());
   const int64_t ring_rows = static_cast<int64_t>(want.ring.size()) / kvcanary::kRingWords;
@@ -66,7 +66,8 @@ inline std::string check_log(const Expected& expected, const Result& got) {
     if (i >= start && i < start + stored) {
       rows.push_back(ring_row(got.ring, i));
     } else if (ring_row(got.ring, i) != ring_row(want.ring, i)) {
-      return "ring row " + std::to_string(i) + " was written to, outside of [" + std::to_string(start) + ", " + std::to_string(start + stored) + ")";
+      return "ring row " + std::to_string(i) + " was written to, outside of [" + std::to_string(start) + ", " +
+             std::to_string(start + stored) + ")";
     }
   }
   std::vector<Row> all = expected.rows;
@@ -131,9 +132,9 @@ inline std::string check(const Case& c, const Expected& expected, const Result& 
   const bool loose = expected.order_sensitive && !ordered;
   std::vector<std::string> found;
   if (c.op == Op::kPlan) {
-    found = {difference("num_valid", want.num_valid, got.num_valid),
-             difference("enable", want.enable, got.enable),
-             difference("num_valid_reqs", want.num_valid_reqs, got.num_valid_reqs),
+    found = {number_difference("num_valid", want.num_valid, got.num_valid),
+             number_difference("enable", want.enable, got.enable),
+             number_difference("num_valid_reqs", want.num_valid_reqs, got.num_valid_reqs),
              difference("slot_indices", want.slot_indices, got.slot_indices),
              difference("expected_tokens", want.expected_tokens, got.expected_tokens),
              difference("expected_positions", want.expected_positions, got.expected_positions),
@@ -143,14 +144,15 @@ inline std::string check(const Case& c, const Expected& expected, const Result& 
              difference("seed_slots", want.seed_slots, got.seed_slots),
              difference("row_status", want.row_status, got.row_status)};
   } else if (c.op == Op::kScatter) {
-    found = {difference("status", want.status, got.status), loose ? check_shared_scatter(expected, got) : difference("pool", want.pool, got.pool)};
+    found = {difference("status", want.status, got.status),
+             loose ? check_shared_scatter(expected, got) : difference("pool", want.pool, got.pool)};
   } else {
     found = {difference("kernel_runs", want.kernel_runs, got.kernel_runs), difference("slot_runs", want.slot_runs, got.slot_runs)};
     if (loose) {
       found.push_back(check_shared_write(c, expected, got));
     } else {
-      found.insert(found.end(), {difference("records", want.records, got.records), difference("tags", want.tags, got.tags), check_log(expected, got),
-                                 difference("verdict", want.verdict, got.verdict),
+      found.insert(found.end(), {difference("records", want.records, got.records), difference("tags", want.tags, got.tags),
+                                 check_log(expected, got), difference("verdict", want.verdict, got.verdict),
                                  difference("first_bad_position", want.first_bad_position, got.first_bad_position)});
     }
   }

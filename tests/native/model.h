@@ -141,7 +141,9 @@ inline size_t record_at(const State& s, int64_t slot, int word) {
   return static_cast<size_t>(slot) * static_cast<size_t>(s.words) + static_cast<size_t>(word);
 }
 
-inline uint64_t word_pair(const std::vector<uint32_t>& words, size_t at) { return static_cast<uint64_t>(words.at(at + 1)) << 32 | words.at(at); }
+inline uint64_t word_pair(const std::vector<uint32_t>& words, size_t at) {
+  return static_cast<uint64_t>(words.at(at + 1)) << 32 | words.at(at);
+}
 
 inline void set_word_pair(std::vector<uint32_t>& words, size_t at, uint64_t value) {
   words.at(at) = static_cast<uint32_t>(value);
@@ -338,7 +340,8 @@ inline std::vector<ModelEntry> planned_entries(const Case& c) {
   std::vector<ModelEntry> out;
   const int64_t n = std::clamp<int64_t>(e.num_valid, 0, e.slot_indices.size());
   for (int64_t i = 0; i < n; ++i) {
-    out.push_back({e.slot_indices.at(i), e.prev_slot_indices.at(i), e.expected_positions.at(i), e.expected_tokens.at(i), e.batch_rows.get(i, -1)});
+    out.push_back(
+        {e.slot_indices.at(i), e.prev_slot_indices.at(i), e.expected_positions.at(i), e.expected_tokens.at(i), e.batch_rows.get(i, -1)});
   }
   return out;
 }
@@ -412,7 +415,9 @@ inline Expected expect_verify(const Case& c, const std::vector<ModelEntry>& entr
       if (static_cast<int64_t>(record.position) != e.position) reason |= kvcanary::kVerifyPosition;
       if (c.verify.check_token && e.token != -1 && static_cast<int64_t>(record.token) != e.token) reason |= kvcanary::kVerifyToken;
       const SlotHashes& real = real_kv.of(e.slot);
-      const auto tag = [&](int64_t k) { return c.state.tags.values.at(static_cast<size_t>(e.slot) * c.sources.specs.size() + static_cast<size_t>(k)); };
+      const auto tag = [&](int64_t k) {
+        return c.state.tags.values.at(static_cast<size_t>(e.slot) * c.sources.specs.size() + static_cast<size_t>(k));
+      };
       int64_t first_bad_source = -1;
       row[kvcanary::kColRealKvHash] = rotated ? 0 : record.real_kv_hash;
       row[kvcanary::kColExpectedRealKvHash] = rotated ? 0 : real.combined;
@@ -567,7 +572,9 @@ inline Expected expect_write(const Case& c) {
     }
     out.result.slot_runs[static_cast<size_t>(c.launch.tag)] += static_cast<uint64_t>(stored);
     out.checked_ok += stored;
-    out.result.verdict[static_cast<size_t>(r)] = out.rows.size() > rows_before ? kvcanary::kBad : stored > 0 ? kvcanary::kOk : kvcanary::kNotChecked;
+    out.result.verdict[static_cast<size_t>(r)] = out.rows.size() > rows_before ? kvcanary::kBad
+                                                 : stored > 0                  ? kvcanary::kOk
+                                                                               : kvcanary::kNotChecked;
   }
   out.order_sensitive = sharing.any();
   close_launch(out);
@@ -585,7 +592,7 @@ inline Expected expect_scatter(const Case& c) {
   for (int64_t r = 0; r < s.req_pool_indices.size(); ++r) {
     const int64_t row = s.req_pool_indices.at(r), begin = s.offsets.at(r), end = s.offsets.at(r + 1);
     const bool bad = row != -1 && (row < 0 || row >= s.rows || begin < 0 || end > s.flat_in.size() || end < begin);
-    out.result.status.push_back(bad ? kvcanary::kTableOutOfRange : 0);
+    out.result.status.push_back(bad ? static_cast<int32_t>(kvcanary::kTableOutOfRange) : 0);
     if (row == -1 || bad) continue;
     if (++named[row] > 1) out.order_sensitive = true;
     for (int64_t i = 0; i < std::min(end - begin, s.width); ++i) {

@@ -49,8 +49,6 @@ class Random {
 // How many elements of an array are hostile.
 enum class Manner { kClean, kMixed, kWild };
 
-inline Manner any_manner(Random& random) { return random.pick({Manner::kClean, Manner::kClean, Manner::kMixed, Manner::kMixed, Manner::kWild}); }
-
 // A number that an index into [0, n) should not be, or only just.
 inline int64_t hostile_value(Random& random, int64_t n, bool wide) {
   int64_t value = 0;
@@ -69,8 +67,8 @@ inline int64_t hostile_value(Random& random, int64_t n, bool wide) {
       break;
     case 4:
       // With neighbours of 2^31 and 2^32, which are in range once they are cut to 32 bits.
-      value = random.pick<int64_t>({kMin64, kMin64 + 1, kMax64 - 1, kMax64, kMax32 + 1, kMin32 - 1, int64_t{1} << 32, (int64_t{1} << 32) + random.below(n + 1),
-                                    -(int64_t{1} << 32)});
+      value = random.pick<int64_t>({kMin64, kMin64 + 1, kMax64 - 1, kMax64, kMax32 + 1, kMin32 - 1, int64_t{1} << 32,
+                                    (int64_t{1} << 32) + random.below(n + 1), -(int64_t{1} << 32)});
       break;
     default:
       value = static_cast<int64_t>(random.next());

@@ -1,0 +1,63 @@
+"""What is being traced for: habits of the platform's compiler decide between arrangements that give the same bits."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """How to write a launch for a platform.
+
+    wide: 64-bit arithmetic in one register. Pairs of 32-bit words cost ten times the operations there, twice over: XLA:CPU computes
+      the two words of a result in two loops.
+    widens_narrow_floats: narrow floats become wider ones before they are gathered, the whole pool at once, and NaNs lose their bits.
+    drops_barriers: optimization barriers are gone before it is decided what has to be copied.
+    """
+
+    wide: bool
+    widens_narrow_floats: bool
+    drops_barriers: bool
+
+
+_HOST = Target(wide=True, widens_narrow_floats=True, drops_barriers=True)
+_TPU = Target(wide=False, widens_narrow_floats=False, drops_barriers=False)
+_current = contextvars.ContextVar("target", default=_TPU)
+
+
+def current() -> Target:
+    """The target of the function that is being traced."""
+    return _current.get()
+
+
+def per_platform(launch: Callable[..., Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """``launch`` traced for CPUs and GPUs in one way and for TPUs (and whatever comes) in another; lowering keeps the one it needs."""
+
+    @functools.wraps(launch)
+    def dispatch(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+        def host(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            token = _current.set(_HOST)
+            try:
+                # Dtypes are explicit throughout, so this only permits the uint64 values in between.
+                with jax.enable_x64(True):
+                    return tuple(launch(*operands, **params))
+            finally:
+                _current.reset(token)
+
+        def other(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            token = _current.set(_TPU)
+            try:
+                return tuple(launch(*operands, **params))
+            finally:
+                _current.reset(token)
+
+        return list(lax.platform_dependent(*operands, cpu=host, cuda=host, rocm=host, default=other))
+
+    return dispatch
