@@ -31,6 +31,7 @@ from jax_kvcanary.groups import (
     split_layers,
     translate_slots,
 )
+from jax_kvcanary.layouts import Layout, PoolSources, SourceName, per_layer, pool_sources, rotation_period, rotation_window
 from jax_kvcanary.lowering import export_disabled_checks
 from jax_kvcanary.moves import (
     MoveResult,
@@ -46,6 +47,7 @@ from jax_kvcanary.moves import (
     take_records,
 )
 from jax_kvcanary.ops import adopt, plan, scatter_req_token_ids, verify, verify_fused, write
+from jax_kvcanary.presets import PRESETS, Preset, preset
 from jax_kvcanary.report import LogReport, Provenance, Violation, decode_log
 from jax_kvcanary.sharding import ShardedOps, merge_reports, pack_verdicts, unpack_verdicts
 from jax_kvcanary.sources import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
@@ -70,6 +72,7 @@ except importlib.metadata.PackageNotFoundError:  # a source tree that is not ins
     __version__ = "0.0.0"
 
 __all__ = [
+    "PRESETS",
     "BackendInfo",
     "BlockTable",
     "CanaryLaunchCapacities",
@@ -83,10 +86,13 @@ __all__ = [
     "GroupsWriteResult",
     "IdentityTable",
     "KvGroups",
+    "Layout",
     "LogReport",
     "MoveResult",
     "MoveStatus",
     "Plan",
+    "PoolSources",
+    "Preset",
     "Provenance",
     "RankDigest",
     "RankDigestResult",
@@ -98,6 +104,7 @@ __all__ = [
     "RowTable",
     "ScatterResult",
     "ShardedOps",
+    "SourceName",
     "TaggedLog",
     "TakenRecords",
     "Verdict",
@@ -125,12 +132,17 @@ __all__ = [
     "make_row_source",
     "merge_reports",
     "pack_verdicts",
+    "per_layer",
     "permute_records",
     "plan",
+    "pool_sources",
+    "preset",
     "put_records",
     "rank_digest",
     "release_records",
     "reset_records",
+    "rotation_period",
+    "rotation_window",
     "scatter_req_token_ids",
     "split_layers",
     "take_records",

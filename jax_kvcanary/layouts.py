@@ -379,69 +379,42 @@ def pool_sources(
         raise validation.error("a setter needs a getter")
     held = pool if getter is None else getter(pool)
     leaves, structure = jax.tree.flatten(held, is_leaf=_is_description)
-    arrays = list(_match(layout, held, "pool", 0, None, root=True))
-    if not arrays:
-        raise validation.error(f"the layout names no array of the pool, which has the structure {structure}")
-    wanted = None if layers is None else {validation.static_int("layers element", layer, minimum=0) for layer in layers}
-
-    found = []
-    for array in arrays:
-        shape, dtype = _shape_and_dtype(array.path, leaves[array.leaf])
-        if array.layer is not None and "layer" in array.layout.axes:
-            raise validation.error(
-                f"{array.path} is layer {array.layer} of a container, and its layout {array.layout.text!r} names an axis 'layer' as well "
-                f"(shape={shape})"
-            )
-        for geometry in array.layout.geometries(shape, dtype, where=array.path):
-            layer = array.layer if geometry.layer is None else geometry.layer
-            found.append((array, shape, dtype, geometry, SourceName(layer, geometry.half)))
-    if wanted is not None:
-        known = {name.layer for *_, name in found}
-        missing = sorted(wanted - known)
-        if missing:
-            raise validation.error(f"layers {missing} are not in the pool, which has {len(known - {None})}")
-        found = [entry for entry in found if entry[4].layer in wanted]
-    found.sort(key=lambda entry: -1 if entry[4].layer is None else entry[4].layer)  # stable: halves stay as they come
-    for name, times in collections.Counter(entry[4] for entry in found).items():
-        if times > 1:
-            paths = ", ".join(sorted({array.path for array, *_, other in found if other == name}))
-            raise validation.error(f"{times} sources would be called {name!s} ({paths}); give each array a half of its own")
-    num_slots = found[0][3].num_slots if found else 0
-    for array, shape, _, geometry, name in found:
-        if geometry.num_slots != num_slots:
-            raise validation.error(
-                f"{name!s} has {geometry.num_slots} slots ({array.path}, shape={shape}), but {found[0][4]!s} has {num_slots} "
-                f"({found[0][0].path}, shape={found[0][1]}); pools of different slots need launches of their own, see the argument layers"
-            )
-    reads = [_bytes_to_read(read_bytes, name, geometry, array.path, shape) for array, shape, _, geometry, name in found]
-    _check_halves(read_bytes, {name.half for *_, name in found})
-    kept = [(*entry, read) for entry, read in zip(found, reads, strict=True) if read > 0 and num_slots > 0]
-    leaf_numbers = sorted({array.leaf for array, *_ in kept})
-    place = {leaf: buffer for buffer, leaf in enumerate(leaf_numbers)}
-    path_of = {array.leaf: array.path for array, *_ in kept}
+    parts = [part for array in _match(layout, held, "pool", 0, None, root=True) for part in _parts(array, leaves[array.leaf])]
+    if not parts:
+        raise validation.error(f"the layout names no layer and no array of the pool, which has the structure {structure}")
+    if layers is not None:
+        parts = _of_layers(parts, {validation.static_int("layers element", layer, minimum=0) for layer in layers})
+    parts.sort(key=lambda part: -1 if part.name.layer is None else part.name.layer)  # stable: halves stay as they come
+    _check_parts(parts)
+    reads = [_bytes_to_read(read_bytes, part) for part in parts]
+    _check_halves(read_bytes, {part.name.half for part in parts})
+    num_slots = parts[0].geometry.num_slots if parts else 0
+    kept = [(part, read) for part, read in zip(parts, reads, strict=True) if read > 0 and num_slots > 0]
+    paths = {part.array.leaf: part.array.path for part, _ in sorted(kept, key=lambda entry: entry[0].array.leaf)}
+    place = {leaf: buffer for buffer, leaf in enumerate(paths)}
     return PoolSources(
         sources=tuple(
             RealKvSource.general(
-                buffer_shape=shape,
-                buffer_dtype=dtype,
-                pages=geometry.pages,
-                page_size=geometry.page_size,
-                page_stride=geometry.page_stride,
-                token_stride=geometry.token_stride,
-                offset=geometry.offset,
-                run_bytes=geometry.run_bytes,
-                run_counts=geometry.run_counts,
-                run_strides=geometry.run_strides,
+                buffer_shape=part.shape,
+                buffer_dtype=part.dtype,
+                pages=part.geometry.pages,
+                page_size=part.geometry.page_size,
+                page_stride=part.geometry.page_stride,
+                token_stride=part.geometry.token_stride,
+                offset=part.geometry.offset,
+                run_bytes=part.geometry.run_bytes,
+                run_counts=part.geometry.run_counts,
+                run_strides=part.geometry.run_strides,
                 read_bytes=read,
-                buffer_index=place[array.leaf],
+                buffer_index=place[part.array.leaf],
             )
-            for array, shape, dtype, geometry, _, read in kept
+            for part, read in kept
         ),
-        names=tuple(name for *_, name, _ in kept),
+        names=tuple(part.name for part, _ in kept),
         num_slots=num_slots,
         structure=structure,
-        leaves=tuple(leaf_numbers),
-        paths=tuple(path_of[leaf] for leaf in leaf_numbers),
+        leaves=tuple(paths),
+        paths=tuple(paths.values()),
         getter=getter,
         setter=setter,
     )
@@ -669,6 +642,55 @@ class _Array(NamedTuple):
     layer: int | None
 
 
+class _Part(NamedTuple):
+    """One layer and half of an array of the pool: a source to be."""
+
+    array: _Array
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    geometry: Geometry
+    name: SourceName
+
+    @property
+    def where(self) -> str:
+        return f"{self.array.path}, shape={self.shape}"
+
+
+def _parts(array: _Array, leaf: Any) -> Iterator[_Part]:
+    """The layers and halves of an array."""
+    shape, dtype = _shape_and_dtype(array.path, leaf)
+    if array.layer is not None and "layer" in array.layout.axes:
+        raise validation.error(
+            f"{array.path} is layer {array.layer} of a container, and its layout {array.layout.text!r} names an axis 'layer' as well "
+            f"(shape={shape})"
+        )
+    for geometry in array.layout.geometries(shape, dtype, where=array.path):
+        layer = array.layer if geometry.layer is None else geometry.layer
+        yield _Part(array, shape, dtype, geometry, SourceName(layer, geometry.half))
+
+
+def _of_layers(parts: list[_Part], layers: set[int]) -> list[_Part]:
+    known = {part.name.layer for part in parts if part.name.layer is not None}
+    if layers - known:
+        raise validation.error(f"layers {sorted(layers - known)} are not in the pool, which has {len(known)}")
+    return [part for part in parts if part.name.layer in layers]
+
+
+def _check_parts(parts: Sequence[_Part]) -> None:
+    """Every source has a name of its own, and all have the same slots."""
+    for name, times in collections.Counter(part.name for part in parts).items():
+        if times > 1:
+            paths = ", ".join(sorted({part.array.path for part in parts if part.name == name}))
+            raise validation.error(f"{times} sources would be called {name!s} ({paths}); give each array a half of its own")
+    for part in parts:
+        if part.geometry.num_slots != parts[0].geometry.num_slots:
+            raise validation.error(
+                f"{part.name!s} has {part.geometry.num_slots} slots ({part.where}), but {parts[0].name!s} has "
+                f"{parts[0].geometry.num_slots} ({parts[0].where}); pools of different slots need launches of their own, see the "
+                "argument layers"
+            )
+
+
 def _is_description(value: Any) -> bool:
     """Whether ``value`` is a (shape, dtype) pair, which stands for an array."""
     return (
@@ -793,18 +815,18 @@ def _shape_text(node: Any) -> str:
     return f" (shape={tuple(node.shape)})" if hasattr(node, "shape") else ""
 
 
-def _bytes_to_read(read_bytes: Any, name: SourceName, geometry: Geometry, path: str, shape: tuple[int, ...]) -> int:
+def _bytes_to_read(read_bytes: Any, part: _Part) -> int:
     """Bytes of a slot that a source reads."""
-    asked = read_bytes.get(name.half, sys.maxsize) if isinstance(read_bytes, Mapping) else read_bytes
-    asked = validation.static_int("read_bytes", asked)
+    asked = read_bytes.get(part.name.half, sys.maxsize) if isinstance(read_bytes, Mapping) else read_bytes
+    asked, slot_bytes = validation.static_int("read_bytes", asked), part.geometry.slot_bytes
     if asked < 0:
-        raise validation.error(f"read_bytes must be non-negative, got {asked} for {name!s}")
+        raise validation.error(f"read_bytes must be non-negative, got {asked} for {part.name!s}")
     if asked == sys.maxsize:
-        return geometry.slot_bytes
-    if asked > geometry.slot_bytes:
+        return slot_bytes
+    if asked > slot_bytes:
         raise validation.error(
-            f"read_bytes must be <= {geometry.slot_bytes}, the bytes of a slot in {name!s} ({path}, shape={shape}), got {asked}; "
-            "sys.maxsize reads all, and a mapping gives each half its own"
+            f"read_bytes must be <= {slot_bytes}, the bytes of a slot in {part.name!s} ({part.where}), got {asked}; sys.maxsize reads all, "
+            "and a mapping gives each half its own"
         )
     return asked
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class Violation:
     first_bad_source: int
     shard: int
     writer: Provenance | None = None
+    source_name: str | None = None
     num_slots: int | None = None
 
     @property
@@ -126,7 +128,7 @@ class Violation:
         if FailReason.VERIFY_CHAIN_HASH in reasons:
             out.append(f"its chain hash is {self.chain_hash:#018x}, its predecessor gives {self.aux:#018x}")
         if FailReason.VERIFY_REAL_KV_HASH in reasons:
-            source = f" (first bad source {self.first_bad_source})" if self.first_bad_source >= 0 else ""
+            source = f" (first bad source {self.source_name or self.first_bad_source})" if self.first_bad_source >= 0 else ""
             out.append(f"its bytes hash to {self.expected_real_kv_hash:#x}, stamped was {self.real_kv_hash:#x}{source}")
         if FailReason.WRITE_TOKEN in reasons:
             out.append(f"token {self.token} was written, expected {self.expected_token}")
@@ -179,13 +181,14 @@ class LogReport:
         return "\n".join([head + ".", *(violation.describe() for violation in self.violations)])
 
 
-def decode_log(log: ViolationLog, *, records: Array | None = None) -> LogReport:
+def decode_log(log: ViolationLog, *, records: Array | None = None, source_names: Sequence[str] | None = None) -> LogReport:
     """Read a log into named fields; waits for the device.
 
     Args:
       log: a violation log of JAX or NumPy arrays, not traced, not donated.
       records: uint32 ``[slots, words]``; with 16 words or more, violations also say who wrote their slot and when. As of
         now: a slot that was written since names its new writer.
+      source_names: a name a source, such as ``PoolSources.labels``; the first bad source is then named.
 
     Returns:
       The report.
@@ -204,7 +207,7 @@ def decode_log(log: ViolationLog, *, records: Array | None = None) -> LogReport:
     reported = max(0, int(np.asarray(log.write_index).reshape(-1)[0]))
     stored = min(reported, ring.shape[0])
     return LogReport(
-        violations=tuple(_violation(row, table) for row in ring[:stored]),
+        violations=tuple(_violation(row, table, source_names) for row in ring[:stored]),
         reported=reported,
         stored=stored,
         lost=reported - stored,
@@ -213,10 +216,11 @@ def decode_log(log: ViolationLog, *, records: Array | None = None) -> LogReport:
     )
 
 
-def _violation(row: np.ndarray, records: np.ndarray | None) -> Violation:
+def _violation(row: np.ndarray, records: np.ndarray | None, source_names: Sequence[str] | None) -> Violation:
     unsigned = [int(low) | int(high) << 32 for low, high in row.reshape(-1, 2)]
     signed = [value - (1 << 64) if value >> 63 else value for value in unsigned]
     slot = signed[Column.SLOT]
+    source = signed[Column.FIRST_BAD_SOURCE]
     return Violation(
         tag=_tag(signed[Column.TAG]),
         slot=slot,
@@ -235,6 +239,7 @@ def _violation(row: np.ndarray, records: np.ndarray | None) -> Violation:
         first_bad_source=signed[Column.FIRST_BAD_SOURCE],
         shard=unsigned[Column.SHARD],
         writer=_writer(slot, records),
+        source_name=source_names[source] if source_names is not None and 0 <= source < len(source_names) else None,
         num_slots=None if records is None else records.shape[0],
     )
 

@@ -49,6 +49,8 @@ def build(kind: str, folder: Path) -> None:
 def run(program: Path, *arguments: str) -> dict[str, int]:
     """Run a driver; how often it reached what its coverage line names."""
     result = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=1200)
+    if "unexpected memory mapping" in result.stderr:
+        pytest.skip("the thread sanitizer cannot place its memory under this kernel's address randomisation")
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
     coverage, summary = result.stdout.splitlines()[-2:]
     assert summary.endswith(" passed, 0 failed"), summary

@@ -612,6 +612,17 @@ def test_write_offsets_saturate() -> None:
     assert (plan.write.write_offsets.dtype, wide.write.write_offsets.dtype) == (np.int32, np.int64)
 
 
+def test_slots_past_a_plan_array_saturate() -> None:
+    more = {"padding_req": None, "table_kind": TableKind.BLOCKS, "table_page_size": 16, "verify_capacity": 32}
+    table = np.array([[2**30, 3]], np.int32)
+    narrow = plan_of([0], [17], table, **more)
+    assert narrow.verify.slot_indices[[0, 15, 16]].tolist() == [INT32_MAX, INT32_MAX, 48]
+    wide = plan_of([0], [17], table.astype(np.int64), **more)
+    assert wide.verify.slot_indices[[0, 15, 16]].tolist() == [2**34, 2**34 + 15, 48]
+    # No page number at all: the block itself stands for its slots.
+    assert plan_of([0], [1], np.array([[2**40]]), **more).verify.slot_indices[:1].tolist() == [2**40]
+
+
 def test_plan_overflow() -> None:
     plan = plan_of([1, 1], [3, 3], np.arange(6).reshape(2, 3), verify_capacity=5)
     assert (plan.verify.num_valid.tolist(), plan.verify.enable.tolist()) == ([5], [0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from jax_kvcanary import (
     verify_fused,
     write,
 )
-from jax_kvcanary.spec import Column
+from jax_kvcanary.spec import RING_WORDS, Column
 
 ROW = {
     "TAG": 2,
@@ -217,3 +218,13 @@ def test_hand_made_entries_have_no_request() -> None:
     first, second = sorted(decode_log(out.log).violations, key=lambda v: v.slot)
     assert (first.batch_row, first.req_pool_idx) == (-1, -1) and "batch row" not in first.describe()
     assert second.reasons == FailReason.SLOT_OUT_OF_RANGE
+
+
+def test_a_source_name_replaces_its_number() -> None:
+    row = np.zeros((1, RING_WORDS), np.uint32)
+    row[0, 2 * Column.REASON] = int(FailReason.VERIFY_REAL_KV_HASH)
+    row[0, 2 * Column.FIRST_BAD_SOURCE] = 1
+    log = dataclasses.replace(ViolationLog.allocate(ring_capacity=1), ring=row, write_index=np.ones((1,), np.int32))
+    cases = ((None, "(first bad source 1)"), (["layer 0 K", "layer 0 V"], "(first bad source layer 0 V)"), (["one"], "source 1)"))
+    for names, text in cases:
+        assert text in decode_log(log, source_names=names).violations[0].describe()

@@ -28,9 +28,9 @@ struct SourceArrays {
 
 inline constexpr int64_t kSourceTableColumns = 16;
 
-// Largest power of two up to 8 that divides everything that moves an address.
+// Largest power of two up to 16 that divides everything that moves an address.
 inline int32_t piece_bytes(uint64_t alignment_bits) {
-  for (int32_t piece = 8; piece > 1; piece /= 2) {
+  for (int32_t piece = 16; piece > 1; piece /= 2) {
     if (alignment_bits % static_cast<uint64_t>(piece) == 0) return piece;
   }
   return 1;
@@ -79,9 +79,8 @@ inline void decode_source(Frame& frame, const int64_t* row, const std::vector<Bu
   g.read_bytes = mode == kModePartial ? std::min(kPartialBytes, read_bytes) : read_bytes;
   const unsigned char* base = static_cast<const unsigned char*>(buffer.data) + offset;
   moves |= reinterpret_cast<uintptr_t>(buffer.data) | static_cast<uint64_t>(g.read_bytes);
-  const bool one_run = g.read_bytes <= g.run_bytes;
-  if (!one_run) moves |= run_moves;
-  g.piece = one_run && moves % 16 == 0 ? 16 : piece_bytes(moves);
+  if (!is_one_run(g)) moves |= run_moves;
+  g.piece = piece_bytes(moves);
   if (g.read_bytes > 0) out.slots = std::min(out.slots, slots);
 
   const auto known = std::find(out.geometries.begin(), out.geometries.end(), g);

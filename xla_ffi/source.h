@@ -22,7 +22,7 @@ struct SourceGeometry {
   int64_t read_bytes;
   int32_t run_counts[kRunLevels];
   uint32_t page_size;
-  int32_t piece;  // 16: one run, read 16 bytes at a time; else the bytes that can be loaded at once (1, 2, 4, 8)
+  int32_t piece;  // bytes that can be loaded at once (1, 2, 4, 8, 16): divides every address, run and length
 
   KVC_HD bool operator==(const SourceGeometry& other) const {
     bool same = page_stride == other.page_stride && token_stride == other.token_stride && run_bytes == other.run_bytes &&
@@ -52,21 +52,47 @@ KVC_HD const unsigned char* slot_base(const Source& source, const SourceGeometry
   return source.base + static_cast<int64_t>(page) * g.page_stride + static_cast<int64_t>(place) * g.token_stride;
 }
 
-// 8-byte words of a slot in any geometry. Pieces are aligned to their size and never straddle a run.
-class RunReader {
+KVC_HD bool is_one_run(const SourceGeometry& g) { return g.read_bytes <= g.run_bytes; }
+
+// The runs of a slot, one after the other.
+class RunCursor {
  public:
-  KVC_HD RunReader(const unsigned char* start, const SourceGeometry& g) : start_(start), g_(g), run_(start), left_(g.read_bytes) {
+  KVC_HD RunCursor(const unsigned char* start, const SourceGeometry& g) : start_(start), run_(start), g_(g) {
     for (int level = 0; level < kRunLevels; ++level) index_[level] = 0;
   }
+  KVC_HD const unsigned char* run() const { return run_; }
+  KVC_HD void next() {
+    for (int level = kRunLevels - 1; level >= 0; --level) {
+      if (++index_[level] < g_.run_counts[level]) break;
+      index_[level] = 0;
+    }
+    run_ = start_;
+    for (int level = 0; level < kRunLevels; ++level) run_ += index_[level] * g_.run_strides[level];
+  }
+
+ private:
+  const unsigned char* start_;
+  const unsigned char* run_;
+  const SourceGeometry& g_;
+  int64_t index_[kRunLevels];
+};
+
+// 8-byte words of a slot in any geometry. Pieces are aligned to their size and never straddle a run.
+class WordReader {
+ public:
+  KVC_HD WordReader(const unsigned char* start, const SourceGeometry& g) : cursor_(start, g), g_(g), left_(g.read_bytes) {}
 
   // The next word, padded with zeros past the end.
   KVC_HD uint64_t next_word() {
     uint64_t word = 0;
     for (int filled = 0; filled < 8 && left_ > 0; filled += g_.piece) {
-      word |= load_piece(run_ + offset_) << (8 * filled);
+      word |= load_piece(cursor_.run() + offset_) << (8 * filled);
       left_ -= g_.piece;
       offset_ += g_.piece;
-      if (offset_ == g_.run_bytes) next_run();
+      if (offset_ == g_.run_bytes) {
+        offset_ = 0;
+        cursor_.next();
+      }
     }
     return word;
   }
@@ -85,43 +111,41 @@ class RunReader {
         return *p;
     }
   }
-  KVC_HD void next_run() {
-    offset_ = 0;
-    for (int level = kRunLevels - 1; level >= 0; --level) {
-      if (++index_[level] < g_.run_counts[level]) break;
-      index_[level] = 0;
-    }
-    run_ = start_;
-    for (int level = 0; level < kRunLevels; ++level) run_ += index_[level] * g_.run_strides[level];
-  }
 
-  const unsigned char* start_;
+  RunCursor cursor_;
   const SourceGeometry& g_;
-  const unsigned char* run_;
   int64_t left_;
   int64_t offset_ = 0;
-  int64_t index_[kRunLevels];
 };
 
 struct alignas(16) Bytes16 {
   uint64_t low, high;
 };
 
+KVC_HD uint64_t fold_chunks(uint64_t acc, const unsigned char* start, int64_t bytes) {
+  const Bytes16* chunks = reinterpret_cast<const Bytes16*>(start);
+  for (int64_t i = 0; i < bytes / 16; ++i) {
+    const Bytes16 chunk = chunks[i];
+    acc = splitmix64(acc ^ chunk.low);
+    acc = splitmix64(acc ^ chunk.high);
+  }
+  return acc;
+}
+
 // Hash of one source's bytes of a slot (0 if it reads none).
 KVC_HD uint64_t fold_source(const Source& source, const SourceGeometry& g, uint32_t slot) {
   const unsigned char* start = slot_base(source, g, slot);
   uint64_t acc = 0;
   if (g.piece == 16) {
-    const Bytes16* chunks = reinterpret_cast<const Bytes16*>(start);
-    const int64_t count = g.read_bytes / 16;
-    for (int64_t i = 0; i < count; ++i) {
-      const Bytes16 chunk = chunks[i];
-      acc = splitmix64(acc ^ chunk.low);
-      acc = splitmix64(acc ^ chunk.high);
+    if (is_one_run(g)) return fold_chunks(acc, start, g.read_bytes);
+    RunCursor cursor(start, g);
+    for (int64_t left = g.read_bytes; left > 0; left -= g.run_bytes) {
+      acc = fold_chunks(acc, cursor.run(), left < g.run_bytes ? left : g.run_bytes);
+      cursor.next();
     }
     return acc;
   }
-  for (RunReader reader(start, g); !reader.done();) acc = splitmix64(acc ^ reader.next_word());
+  for (WordReader reader(start, g); !reader.done();) acc = splitmix64(acc ^ reader.next_word());
   return acc;
 }
 

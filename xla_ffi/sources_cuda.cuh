@@ -18,7 +18,7 @@ inline constexpr int64_t kStagedFrom = 128;
 inline constexpr int64_t kStagedTo = int64_t{1} << 30;
 
 __host__ __device__ inline bool is_staged(const SourceGeometry& g) {
-  return g.piece == 16 && g.read_bytes >= kStagedFrom && g.read_bytes <= kStagedTo;
+  return g.piece == 16 && is_one_run(g) && g.read_bytes >= kStagedFrom && g.read_bytes <= kStagedTo;
 }
 
 // Small tables travel in the kernel's parameters; larger ones lie in scratch memory.

@@ -164,7 +164,10 @@ def _locate(source: tuple[Any, ...], index: int, read_bytes: int, shape: tuple[i
 
 
 def _gather(buffer: jax.Array, geometry: Geometry, starts: jax.Array, slots: jax.Array) -> jax.Array:
-    """Elements of ``slots [n]`` (in range) for sources that start at ``starts [sources, axes]`` uint32: ``[elements, sources * n]``."""
+    """Elements of ``slots [n]`` (in range) for sources that start at ``starts [sources, axes]`` uint32.
+
+    ``[sources * n, elements]`` or the other way round, as the target wants them.
+    """
     shape, rank = geometry.shape, len(geometry.shape)
     if buffer.ndim == 0:
         buffer = lax.reshape(buffer, (1,))
@@ -204,8 +207,11 @@ def _gather(buffer: jax.Array, geometry: Geometry, starts: jax.Array, slots: jax
     out = _bits_at(buffer, jnp.stack(index, axis=-1), numbers, tuple(size.get(axis, 1) for axis in range(rank)), geometry.bits)
     loop = iter(range(len(loops)))
     order = [next(loop) if window is None else len(dims) + windows.index(window) for _, _, window in geometry.levels]
-    out = lax.transpose(out, (*order, len(loops), len(loops) + 1))
-    return lax.reshape(out, (geometry.elements, starts.shape[0] * slots.shape[0]))
+    lanes = (len(loops), len(loops) + 1)
+    shape = (starts.shape[0] * slots.shape[0], geometry.elements)
+    if current().lanes_first:
+        return lax.reshape(lax.transpose(out, (*lanes, *order)), shape)
+    return lax.reshape(lax.transpose(out, (*order, *lanes)), shape[::-1])
 
 
 def _divmod(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
@@ -259,22 +265,24 @@ def _word(elements: list[jax.Array], bits: int) -> Hash:
 
 
 def _fold(x: jax.Array, bits: int, read_bytes: int) -> Hash:
-    """The fold of the first ``read_bytes`` bytes of every column of ``x [elements, n]``."""
-    lanes, per_word = x.shape[1], 64 // bits
+    """The fold of the first ``read_bytes`` bytes of each lane of gathered elements."""
+    axis, per_word = (1 if current().lanes_first else 0), 64 // bits
+    lanes = x.shape[1 - axis]
     whole, rest = divmod(read_bytes, 8)
-    missing = (whole + (rest > 0)) * per_word - x.shape[0]
+    missing = (whole + (rest > 0)) * per_word - x.shape[axis]
     if missing > 0:
-        x = jnp.concatenate([x, jnp.zeros((missing, lanes), x.dtype)])
+        fill = (lanes, missing) if current().lanes_first else (missing, lanes)
+        x = jnp.concatenate([x, jnp.zeros(fill, x.dtype)], axis=axis)
 
-    def words_at(rows: jax.Array, first: int, count: int) -> list[Hash]:
+    def words_at(part: jax.Array, first: int, count: int) -> list[Hash]:
         return [
-            _word([lax.index_in_dim(rows, (first + w) * per_word + k, 0, keepdims=False) for k in range(per_word)], bits)
+            _word([lax.index_in_dim(part, (first + w) * per_word + k, axis, keepdims=False) for k in range(per_word)], bits)
             for w in range(count)
         ]
 
     def block(i: jax.Array, acc: Hash) -> Hash:
-        rows = lax.dynamic_slice_in_dim(x, i * np.int32(_FOLD_UNROLL * per_word), _FOLD_UNROLL * per_word)
-        for word in words_at(rows, 0, _FOLD_UNROLL):
+        part = lax.dynamic_slice_in_dim(x, i * np.int32(_FOLD_UNROLL * per_word), _FOLD_UNROLL * per_word, axis=axis)
+        for word in words_at(part, 0, _FOLD_UNROLL):
             acc = hashing.fold_word(acc, word)
         return acc
 
@@ -340,39 +348,41 @@ class SourceHasher:
         gathered = max(self.read_bytes, default=0) if one_source else sum(self.read_bytes)
         return max(1, min(entries, _lanes(_GATHERED_BYTES // max(gathered, 1))))
 
-    def own_hashes(self, slots: jax.Array) -> list[Hash | None]:
-        """Each source's own hash of ``slots [n]`` (in range); None for a source that reads nothing."""
-        out: list[Hash | None] = [None] * self.count
+    def own_hashes(self, slots: jax.Array) -> Hash | None:
+        """The own hash of each source that reads anything, in their order, of ``slots [n]`` in range: ``[sources, n]``; None for none."""
         n = slots.shape[0]
+        folded, members = [], []
         for groups in self._kinds:
             parts = [_gather(self.buffers[g.buffer], g.geometry, jnp.asarray(g.starts), slots) for g in groups]
             geometry = groups[0].geometry
-            folded = _fold(parts[0] if len(parts) == 1 else _side_by_side(parts), geometry.bits, geometry.read_bytes)
-            members = [index for g in groups for index in g.members]
-            for k, index in enumerate(members):
-                out[index] = jax.tree.map(lambda x, k=k: lax.slice_in_dim(x, k * n, (k + 1) * n), folded)
-        return out
+            hashes = _fold(_side_by_side(parts), geometry.bits, geometry.read_bytes)
+            folded.append(jax.tree.map(lambda x: lax.reshape(x, (x.shape[0] // n, n)), hashes))
+            members += [index for g in groups for index in g.members]
+        if not folded:
+            return None
+        order = np.argsort(members)
+        return jax.tree.map(lambda *parts: _in_order(jnp.concatenate(parts), order), *folded)
 
-    def combined(self, own: Sequence[Hash | None], n: int) -> U64:
+    def combined(self, own: Hash | None, n: int) -> U64:
         """The hash over all sources from their own hashes."""
-        read = [value for value in own if value is not None]
         acc = hashing.zeros((n,))
-        if len(read) <= 8:
-            for value in read:
-                acc = hashing.fold_word(acc, value)
-            return hashing.unpack(acc)
-        stacked = jax.tree.map(lambda *values: jnp.stack(values), *read)  # [sources, n]
+        sources = 0 if own is None else jax.tree.leaves(own)[0].shape[0]
 
-        def step(i: jax.Array, acc: Hash) -> Hash:
-            return hashing.fold_word(acc, jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked))
+        def step(i: Any, acc: Hash) -> Hash:
+            return hashing.fold_word(acc, jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), own))
 
-        return hashing.unpack(words.repeat(len(read), step, acc))
+        if sources > 8:
+            return hashing.unpack(words.repeat(sources, step, acc))
+        for i in range(sources):
+            acc = step(np.int32(i), acc)
+        return hashing.unpack(acc)
 
-    def tags(self, own: Sequence[Hash | None], n: int) -> jax.Array:
-        """The low word of each source's own hash, ``[sources, n]``; 0 for one that reads nothing."""
-        if not own:
-            return jnp.zeros((0, n), jnp.uint32)
-        return jnp.stack([jnp.zeros((n,), jnp.uint32) if value is None else hashing.unpack(value).lo for value in own])
+    def tags(self, own: Hash | None, n: int) -> jax.Array:
+        """The low word of each source's own hash, ``[all sources, n]``; 0 for one that reads nothing."""
+        zero = jnp.zeros((1, n), jnp.uint32)
+        reads = np.array([read > 0 and own is not None for read in self.read_bytes], bool)
+        lows = zero if own is None else jnp.concatenate([zero, hashing.unpack(own).lo])
+        return _in_order(lows, np.where(reads, np.cumsum(reads), 0))
 
     def hash_one(self, source: jax.Array, slots: jax.Array) -> Hash:
         """The own hash of ``slots`` for the source of that (traced) number; 0 for one that reads nothing."""
@@ -400,7 +410,8 @@ class SourceHasher:
                 number = take(jnp.asarray(group_of), source[None])[0]
                 least = min(g.geometry.elements for g in groups)
                 gathers = [gather_from(g) for g in groups]
-                x = _switch(number, [lambda f=f: lax.slice_in_dim(f(), 0, least) for f in gathers])
+                axis = 1 if current().lanes_first else 0
+                x = _switch(number, [lambda f=f: lax.slice_in_dim(f(), 0, least, axis=axis) for f in gathers])
                 return _fold(x, geometry.bits, geometry.read_bytes)
 
             return branch
@@ -417,8 +428,18 @@ def _switch(index: jax.Array, branches: Sequence[Callable[[], Any]]) -> Any:
 
 def _side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
     """Gathered elements of several groups along the lanes; a group may hold a few more elements than are read."""
-    least = min(part.shape[0] for part in parts)
-    return jnp.concatenate([lax.slice_in_dim(part, 0, least) for part in parts], axis=1)
+    axis = 1 if current().lanes_first else 0
+    least = min(part.shape[axis] for part in parts)
+    return jnp.concatenate([lax.slice_in_dim(part, 0, least, axis=axis) for part in parts], axis=1 - axis)
+
+
+def _in_order(x: jax.Array, order: np.ndarray) -> jax.Array:
+    """``x[order]`` with a static order."""
+    if np.array_equal(order, np.arange(x.shape[0])):
+        return x
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    index = jnp.asarray(order.astype(np.int32))[:, None]
+    return lax.gather(x, index, numbers, (1, x.shape[1]), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _lanes(wanted: int) -> int:

@@ -287,7 +287,7 @@ def verify_fused(
 ) -> VerifyResult:
     """What plan with unlimited capacity followed by verify reports, straight from tables and lengths.
 
-    Slots stay 64-bit on the way: nothing wraps to the width of a plan array.
+    Slots stay 64-bit on the way: nothing saturates at the width of a plan array.
     """
     verifier = _Verifier(
         records=records,

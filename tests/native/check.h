@@ -6,7 +6,9 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 

@@ -2,6 +2,7 @@
 #ifndef KVCANARY_TESTS_RUN_CPU_H_
 #define KVCANARY_TESTS_RUN_CPU_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
