@@ -460,7 +460,7 @@ def test_operands_that_may_be_of_any_length(op: str) -> None:
 
 
 @every_call
-def test_results(op: str) -> None:
+def test_results(op: str, platform: str) -> None:
     call = CALLS[op]()
     for name, (shape, dtype) in call.results.items():
         refused(call.without("results", name), f"without result {name}")
@@ -473,7 +473,8 @@ def test_results(op: str) -> None:
         for n in (shape[0] + 1, max(shape[0] - 1, 0)):
             refused(call.with_result(name, (n, *shape[1:]), dtype), f"result {name} of length {n}")
     refused(call.with_result("one more", (1,), np.int32), "one more result", "too many")
-    refused(dataclasses.replace(call, results={}), "no results")
+    if platform == "cpu":  # elsewhere nothing waits for a call without results, so nobody hears of its error
+        refused(dataclasses.replace(call, results={}), "no results")
 
 
 # ---------------------------------------------------------------------------------------------- wrong attributes

@@ -311,8 +311,8 @@ inline void finish_verify(Frame& frame, VerifyCall& call, const StateOperands& s
   const bool tags = has_source_tags(frame, state, launch.num_sources);
   if (launch.mode == kModeNone) call.sources = SourceArrays{};
   a.source_tags = tags && launch.mode != kModeNone ? static_cast<const uint32_t*>(state.source_tags.data) : nullptr;
-  if (a.rotate && !tags) frame.fail("rotate needs source_tags");
-  a.rotate = a.rotate && launch.mode != kModeNone;
+  if (a.rotate && !tags && launch.num_sources > 0 && a.records.slots > 0) frame.fail("rotate needs source_tags");
+  a.rotate = a.rotate && tags && launch.mode != kModeNone;
   a.slots = std::min(a.records.slots, call.sources.slots);
   a.sources = call.sources.set();
   a.launch_tag = launch.launch_tag;

@@ -12,7 +12,7 @@ inline constexpr int kFoldGroup = 4;  // folds that one core keeps in flight
 
 // hashes[i] = hash of the source's bytes of slots[i], for i < count <= kFoldGroup.
 inline void fold_group(const Source& source, const SourceGeometry& g, const uint32_t* slots, int count, uint64_t* hashes) {
-  if (g.piece != 16 || !is_one_run(g) || count < kFoldGroup) {
+  if (g.piece != 16 || g.read_bytes <= 0 || !is_one_run(g) || count < kFoldGroup) {
     for (int i = 0; i < count; ++i) hashes[i] = fold_source(source, g, slots[i]);
     return;
   }

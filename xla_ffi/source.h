@@ -134,6 +134,8 @@ KVC_HD uint64_t fold_chunks(uint64_t acc, const unsigned char* start, int64_t by
 
 // Hash of one source's bytes of a slot (0 if it reads none).
 KVC_HD uint64_t fold_source(const Source& source, const SourceGeometry& g, uint32_t slot) {
+  // A source that reads nothing does not bound the slots either: its geometry may not reach this one.
+  if (g.read_bytes <= 0) return 0;
   const unsigned char* start = slot_base(source, g, slot);
   uint64_t acc = 0;
   if (g.piece == 16) {

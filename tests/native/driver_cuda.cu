@@ -2,6 +2,7 @@
 // leave. Every fourth launch goes through a graph.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <stdexcept>
