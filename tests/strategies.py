@@ -97,18 +97,17 @@ def kind_of(form: str, name: str, *, pairs: bool = True) -> str:
 
 @functools.cache
 def wild(kind: str, near: tuple[int, ...] = ()) -> st.SearchStrategy[int]:
-    """Anything that an operand of this kind holds: edges, values near ``near``, ones that wrap to them, and the whole range."""
+    """Anything that an operand of this kind holds: values near ``near``, edges, values that wrap to near ones, and the whole range."""
     bits = 32 if kind == "i32" else 64
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    close = [value + step for value in near for step in (0, 1, -1)]
     edges = [0, 1, -1, -2, low, low + 1, high, high - 1]
-    for value in near:
-        edges += [value, value + 1, value - 1]
+    aliases = []
     if bits == 64:
         edges += [2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32, -(2**32), 2**62, 2**61]
-        for value in near:
-            edges += [2**32 + value, 2**31 + value, -(2**32) + value, 2**62 + value]
-    edges = list(dict.fromkeys(edge for edge in edges if low <= edge <= high))
-    return st.one_of(st.sampled_from(edges), st.integers(low, high))
+        aliases = [base + value for value in near for base in (2**32, 2**31, -(2**32), 2**62)]
+    lists = [list(dict.fromkeys(value for value in values if low <= value <= high)) for values in (close, close, edges, aliases)]
+    return st.one_of(*(st.sampled_from(values) for values in lists if values), st.integers(low, high))
 
 
 def as_operand(values: Sequence[int], kind: str) -> NDArray[Any]:
@@ -512,7 +511,7 @@ def _batch(values: Values, setting: Setting, seed: int, tokens: NDArray[np.int64
     def table_of(base: NDArray[np.int64], fill: Callable[[int, tuple[int, ...]], None]) -> NDArray[Any]:
         for r, chain in enumerate(chains):
             fill(r, chain)
-        return values.table("table", base, (SLOTS, 2**30))
+        return values.table("table", base, (SLOTS, 2**30, 2**31) if kind == "blocks" else (SLOTS,))
 
     if kind == "rows":
         base = rng.integers(0, SLOTS, sizes)
@@ -541,12 +540,12 @@ def _batch(values: Values, setting: Setting, seed: int, tokens: NDArray[np.int64
     else:
         table = IdentityTable(rows=sizes[0], width=sizes[1])
 
-    lengths = np.minimum(rng.choice([TOKENS, TOKENS, 2, 0] if bs <= MANY else [1, 0], bs), width)
-    if bs == 0:
-        lengths = np.zeros(0, np.int64)
+    longest = width + 2 * (kind == "identity")  # a ring
+    lengths = np.minimum(rng.choice([TOKENS, TOKENS, 2, 0, longest] if bs <= MANY else [1, 0], bs), longest).astype(np.int64)
+    row_near = (rows, rows, setting["padding_req"] or 0)
     arrays = {
-        "req_pool_indices": values.operand("req_pool_indices", first_row + np.arange(bs) % REQUESTS, (rows, 5, 2_000_000)),
-        "prefix_lens": values.operand("prefix_lens", lengths, (width,)),
+        "req_pool_indices": values.operand("req_pool_indices", first_row + np.arange(bs) % REQUESTS, row_near),
+        "prefix_lens": values.operand("prefix_lens", lengths, (width, width + 2)),
         "req_to_token": table,
     }
     static = {
@@ -563,7 +562,7 @@ def _batch(values: Values, setting: Setting, seed: int, tokens: NDArray[np.int64
                 if 0 <= p + offset < CONTEXT:
                     expected[r + first_row, p + offset] = tokens[r % len(tokens), p]
         arrays["req_to_verify_expected_tokens"] = values.table("expected", expected, (0,))
-        valid = np.full(bs, max(0, min(TOKENS + offset, CONTEXT)))
+        valid = rng.choice([max(0, min(TOKENS + offset, CONTEXT)), CONTEXT, CONTEXT + 3], bs)
         arrays["req_to_verify_expected_tokens_valid_lens"] = values.operand("valid_lens", valid, (CONTEXT,))
     return arrays, static
 
@@ -576,7 +575,8 @@ def plan_cases(draw: Draw, setting: Setting) -> Case:
     values = Values(draw, setting["form"], pairs=False)
     arrays, static = _batch(values, setting, draw(st.integers(0, 3)), np.arange(100, 100 + REQUESTS * TOKENS).reshape(REQUESTS, TOKENS))
     bs = setting["bs"]
-    arrays["extend_seq_lens"] = values.operand("extend_seq_lens", values.rng.integers(0, 4, bs), (INT32_MAX // 2,))
+    extends = values.rng.choice([0, 1, 2, 3, INT32_MAX // 2], bs)
+    arrays["extend_seq_lens"] = values.operand("extend_seq_lens", extends, (INT32_MAX // 2, INT32_MAX, 2**62))
     static["write_req_capacity"] = bs + setting["more_rows"]
     static["verify_capacity"] = {"ample": max(MANY, 12 * bs), "tight": 5, "none": 0}[setting["capacity"]]
     return Case("plan", arrays, static, needs_x64(setting["form"]))
@@ -623,6 +623,12 @@ def _world(setting: Setting, chains: tuple[tuple[int, ...], ...], seed: int) -> 
     )
 
 
+def near_slots(setting: Setting) -> tuple[int, ...]:
+    """Where slots become something else: the ends of the pool, and the padding slot."""
+    padding = setting["padding_slot"]
+    return (setting["slots"], SLOTS - 3, *(() if padding is None else (padding, padding)))
+
+
 def _pool(values: Values, setting: Setting, there: World) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments that every launch on records takes; bits of records and tags may be flipped."""
     records, tags = there.records.copy(), None if there.tags is None else there.tags.copy()
@@ -632,6 +638,11 @@ def _pool(values: Values, setting: Setting, there: World) -> tuple[dict[str, Any
                 flips = st.lists(st.tuples(st.integers(0, array.size - 1), st.integers(0, 31)), max_size=3)
                 for word, bit in values.draw(flips):
                     array.reshape(-1)[word] ^= np.uint32(1 << bit)
+        for slot in (chain[int(values.rng.integers(TOKENS))] for chain in there.chains):
+            # Never written, all of it or but for the provenance.
+            records[slot, : values.draw(st.sampled_from((0, 0, 8, setting["words"])))] = 0
+            if tags is not None and values.draw(st.booleans()):
+                tags[slot] = values.bits(tags[slot].shape)
     arrays = {
         "records": records,
         "log": values.log(setting["ring"]),
@@ -678,7 +689,7 @@ def verify_cases(draw: Draw, setting: Setting) -> Case:
     some = there.entries or [(0, 5, 0, -1, 0)]
     picked = [some[k] for k in values.rng.integers(0, len(some), n)]
     slots, tokens, positions, previous, rows = ([entry[k] for entry in picked] for k in range(5))
-    near = (setting["slots"], SLOTS - 3, 5, 2_000_000)
+    near = near_slots(setting)
     status = values.replaced([0] * bs, _STATUS)
     arrays["plan"] = VerifyPlan(
         slot_indices=values.operand("slot_indices", slots, near),
@@ -743,7 +754,7 @@ def write_cases(draw: Draw, setting: Setting, *, in_order: bool, cuts: bool = Tr
     there = _world(setting, loose_chains(setting["slots"], seed), seed)
     arrays, static = _pool(values, setting, there)
     rows, n, slots = setting["rows"], setting["tokens"], setting["slots"]
-    near = (slots, SLOTS - 3, 5, 2_000_000)
+    near = near_slots(setting)
 
     bounds = np.sort(rng.integers(0, n + 1, rows + 1)) if rows > MANY else np.linspace(0, n, rows + 1).astype(np.int64)
     last = [chain[-1] for chain in there.chains]

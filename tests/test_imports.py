@@ -99,7 +99,24 @@ def test_the_package_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["validation", "state", "sources", "tables", "backend", "lowering", "ops", "moves", "capacities", "report", "digest", "sharding", "groups", "layouts", "presets"]
+    "name",
+    [
+        "validation",
+        "state",
+        "sources",
+        "tables",
+        "backend",
+        "lowering",
+        "ops",
+        "moves",
+        "capacities",
+        "report",
+        "digest",
+        "sharding",
+        "groups",
+        "layouts",
+        "presets",
+    ],
 )
 def test_the_examples_run(name: str) -> None:
     """Docstring examples, with the names that a user imports."""

@@ -130,7 +130,7 @@ def over_settings(op: str) -> Any:
 
 
 @over_settings("plan")
-@examples(12)
+@examples(40)
 @given(data=st.data())
 def test_plan(implementation: Implementation, setting: Setting, data: st.DataObject) -> None:
     implementation.require("plan")
@@ -139,7 +139,7 @@ def test_plan(implementation: Implementation, setting: Setting, data: st.DataObj
 
 
 @over_settings("verify")
-@examples(12)
+@examples(16)
 @given(data=st.data())
 def test_verify(implementation: Implementation, setting: Setting, data: st.DataObject) -> None:
     implementation.require("verify")
@@ -148,7 +148,7 @@ def test_verify(implementation: Implementation, setting: Setting, data: st.DataO
 
 
 @over_settings("verify_fused")
-@examples(12)
+@examples(16)
 @given(data=st.data())
 def test_verify_fused(implementation: Implementation, setting: Setting, data: st.DataObject) -> None:
     implementation.require("verify_fused")
@@ -157,7 +157,7 @@ def test_verify_fused(implementation: Implementation, setting: Setting, data: st
 
 
 @over_settings("write")
-@examples(12)
+@examples(16)
 @given(data=st.data())
 def test_write(implementation: Implementation, setting: Setting, data: st.DataObject) -> None:
     implementation.require("write")
@@ -166,7 +166,7 @@ def test_write(implementation: Implementation, setting: Setting, data: st.DataOb
 
 
 @over_settings("scatter_req_token_ids")
-@examples(12)
+@examples(16)
 @given(data=st.data())
 def test_scatter(implementation: Implementation, setting: Setting, data: st.DataObject) -> None:
     implementation.require("scatter_req_token_ids")
@@ -247,7 +247,7 @@ def planned(implementation: Implementation, case: Case) -> tuple[Any, bool]:
 
 @pytest.mark.parametrize("number", range(8))
 @every_implementation(reference=True)
-@examples(12)
+@examples(16)
 @given(data=st.data())
 def test_fused_is_planned(implementation: Implementation, number: int, data: st.DataObject) -> None:
     """The same rows, counters and verdicts; in a plan of 32 bits a slot beyond them is the largest or smallest of those."""
@@ -418,10 +418,12 @@ def test_any_flipped_bit_is_seen(implementation: Implementation, seed: int, step
     engine = served(implementation, seed, steps)
     for _ in range(4):
         pool = data.draw(st.sampled_from(("full", "window")))
-        slots = engine.in_use(pool)
-        if not slots:
+        ends = [request.slots[-1] for request in engine.live if request and request.slots]
+        if not ends:
             return
-        slot = data.draw(st.sampled_from(slots))
+        if pool == "window":
+            ends = [int(engine.mapping[slot]) for slot in ends]
+        slot = data.draw(st.sampled_from([*engine.in_use(pool), *ends, *ends]))  # no later record covers an end
         views = [np.array(engine.records[pool]).view(np.uint8), *engine.bytes_of(pool, slot)]
         engine.records[pool] = views[0].view(np.uint32)
         views[0] = views[0][slot, : 4 * RECORD_WORDS]

@@ -122,6 +122,7 @@ struct RequestBatch {
 
   KVC_HD int64_t expected_token(int64_t r, int64_t req_pool_idx, int64_t position) const {
     if (!has_expected || req_pool_idx < 0 || req_pool_idx >= expected_rows) return -1;
+    if (position > kInt64Max - at_least_zero(token_offset)) return -1;  // a ring's positions have no bound
     const int64_t column = position + token_offset;
     if (column < 0 || column >= expected_width || column >= valid_lens[r]) return -1;
     return expected_tokens[req_pool_idx * expected_width + column];

@@ -280,18 +280,20 @@ def _fold(x: jax.Array, bits: int, read_bytes: int) -> Hash:
             for w in range(count)
         ]
 
+    unroll = next(count for count in (_FOLD_UNROLL, 4, 2, 1) if whole % count == 0)
+
     def block(i: jax.Array, acc: Hash) -> Hash:
-        part = lax.dynamic_slice_in_dim(x, i * np.int32(_FOLD_UNROLL * per_word), _FOLD_UNROLL * per_word, axis=axis)
-        for word in words_at(part, 0, _FOLD_UNROLL):
+        part = lax.dynamic_slice_in_dim(x, i * np.int32(unroll * per_word), unroll * per_word, axis=axis)
+        for word in words_at(part, 0, unroll):
             acc = hashing.fold_word(acc, word)
         return acc
 
-    acc, done = hashing.zeros((lanes,)), 0
-    if whole >= 2 * _FOLD_UNROLL:
-        blocks = whole // _FOLD_UNROLL
-        acc, done = words.repeat(blocks, block, acc), blocks * _FOLD_UNROLL
-    for word in words_at(x, done, whole - done):
-        acc = hashing.fold_word(acc, word)
+    acc = hashing.zeros((lanes,))
+    if whole > 4:
+        acc = words.repeat(whole // unroll, block, acc)
+    else:
+        for word in words_at(x, 0, whole):
+            acc = hashing.fold_word(acc, word)
     if rest:
         word, mask = hashing.unpack(words_at(x, whole, 1)[0]), words.const((1 << (8 * rest)) - 1)
         acc = hashing.fold_word(acc, hashing.pack(U64(word.lo & mask.lo, word.hi & mask.hi)))

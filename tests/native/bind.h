@@ -191,8 +191,7 @@ class Binder {
         if (!one_run && s.counts[level] > 1) moves |= s.strides[level];
       }
       g.piece = 1;
-      while (g.piece < (one_run ? 16 : 8) && g.piece < case_.sources.max_piece && moves % (2 * g.piece) == 0) g.piece *= 2;
-      // A single run in pieces of 16 is read 16 bytes at a time; there is no other use of 16.
+      while (g.piece < 16 && g.piece < case_.sources.max_piece && moves % (2 * g.piece) == 0) g.piece *= 2;
       const auto known = std::find(out.geometries.begin(), out.geometries.end(), g);
       out.sources.push_back({at(buffers[static_cast<size_t>(s.buffer)], s.offset), known - out.geometries.begin()});
       if (known == out.geometries.end()) out.geometries.push_back(g);
