@@ -45,28 +45,29 @@ def covering(
 ) -> list[Setting]:
     """Few settings in which every value (``strength`` 1) or every pair of values (2) of the axes occurs that ``keep`` allows.
 
-    most: how many settings at most; those that bring the most new pairs come first.
+    axes: a value that stands there more than once is chosen more often. most: how many settings at most; those that bring the most
+    new pairs come first.
     """
     rng, names = random.Random(0), list(axes)
     groups = list(itertools.combinations(names, strength))
     wanted: dict[Any, None] = {}  # an ordered set
     for group in groups:
-        for numbers in itertools.product(*(range(len(axes[name])) for name in group)):
-            wanted[group, numbers] = None
-    settings = []
+        for values in itertools.product(*(axes[name] for name in group)):
+            wanted[group, values] = None
+    settings: list[Setting] = []
     while wanted and len(settings) < most:
         first = next(iter(wanted))
         base, best, best_found = dict(zip(*first, strict=True)), None, []
         for _ in range(60):
-            numbers = {name: base.get(name, rng.randrange(len(axes[name]))) for name in names}
-            if keep({name: axes[name][numbers[name]] for name in names}):
-                found = [pair for group in groups if (pair := (group, tuple(numbers[name] for name in group))) in wanted]
+            setting = {name: base[name] if name in base else rng.choice(axes[name]) for name in names}
+            if keep(setting):
+                found = [pair for group in groups if (pair := (group, tuple(setting[name] for name in group))) in wanted]
                 if len(found) > len(best_found):
-                    best, best_found = numbers, found
+                    best, best_found = setting, found
         if best is None:  # hardly a setting has this pair
             wanted.pop(first)
             continue
-        settings.append({name: axes[name][best[name]] for name in names})
+        settings.append(best)
         for pair in best_found:
             wanted.pop(pair)
     return settings
@@ -106,7 +107,7 @@ def wild(kind: str, near: tuple[int, ...] = ()) -> st.SearchStrategy[int]:
     if bits == 64:
         edges += [2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32 - 1, 2**32, -(2**32), 2**62, 2**61]
         aliases = [base + value for value in near for base in (2**32, 2**31, -(2**32), 2**62)]
-    lists = [list(dict.fromkeys(value for value in values if low <= value <= high)) for values in (close, close, edges, aliases)]
+    lists = [[value for value in values if low <= value <= high] for values in (close, close, edges, aliases)]
     return st.one_of(*(st.sampled_from(values) for values in lists if values), st.integers(low, high))
 
 
@@ -462,6 +463,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "blocks-huge": ("blocks", 2, 1, 2**30),
     "identity-huge": ("identity", 1, INT32_MAX),
 }
+USUAL_TABLES = ("rows", "blocks", "flat", "identity")
 HUGE_TABLES = ("blocks-huge", "identity-huge")
 """Tables whose positions are too many to visit: for plans with a capacity only."""
 
@@ -484,13 +486,13 @@ def table_chains(table: str, slots: int, seed: int) -> tuple[tuple[int, ...], ..
 
 
 BATCH_AXES: dict[str, Sequence[Any]] = {
-    "bs": (3, 3, 1, 0),
+    "bs": (3, 3, 3, 3, 1, 0),
     "form": PLAN_FORMS,
-    "table": tuple(TABLES),
+    "table": (*TABLES, *USUAL_TABLES, *USUAL_TABLES),
     "mapping": (False, True),
-    "window": (0, 3, INT32_MAX),
+    "window": (0, 0, 3, INT32_MAX),
     "expected": (False, True),
-    "offset": (0, 1, -2, INT32_MAX),
+    "offset": (0, 0, 1, -2, INT32_MAX),
     "padding_req": PADDING,
 }
 
@@ -567,7 +569,7 @@ def _batch(values: Values, setting: Setting, seed: int, tokens: NDArray[np.int64
     return arrays, static
 
 
-PLAN_AXES = {**BATCH_AXES, "more_rows": (0, 2), "capacity": ("ample", "tight", "none")}
+PLAN_AXES = {**BATCH_AXES, "more_rows": (0, 2), "capacity": ("ample", "ample", "ample", "tight", "none")}
 
 
 @st.composite
@@ -586,9 +588,9 @@ def plan_cases(draw: Draw, setting: Setting) -> Case:
 
 
 POOL_AXES: dict[str, Sequence[Any]] = {
-    "slots": (SLOTS, SLOTS, SLOTS, SLOTS, 1, 0),
+    "slots": (SLOTS, SLOTS, SLOTS, SLOTS, SLOTS, SLOTS, 1, 0),
     "words": (8, 9, 12, 16, 20),
-    "sources": SOURCES,
+    "sources": (*SOURCES, "three", "bits", "row"),
     "mode": tuple(RealKvHashMode)[::-1],
     "tags": (False, True),
     "padding_slot": PADDING,
@@ -676,7 +678,7 @@ def _check(values: Values, setting: Setting, there: World, bs: int) -> tuple[dic
     return arrays, static
 
 
-VERIFY_AXES = {**CHECK_AXES, "form": FORMS, "bs": (3, 3, 1, 0), "entries": (14, 14, 1, 0), "rows_known": (True, True, False)}
+VERIFY_AXES = {**CHECK_AXES, "form": FORMS, "bs": (3, 3, 3, 1, 0), "entries": (14, 14, 14, 14, 1, 0), "rows_known": (True, True, False)}
 
 
 @st.composite
@@ -705,7 +707,7 @@ def verify_cases(draw: Draw, setting: Setting) -> Case:
     return Case("verify", arrays, static, needs_x64(setting["form"]))
 
 
-FUSED_AXES = {**CHECK_AXES, **BATCH_AXES, "table": tuple(name for name in TABLES if name not in HUGE_TABLES)}
+FUSED_AXES = {**CHECK_AXES, **BATCH_AXES, "table": tuple(name for name in BATCH_AXES["table"] if name not in HUGE_TABLES)}
 
 
 def can_fuse(setting: Setting) -> bool:
@@ -735,8 +737,8 @@ GIVEN = ("all", "some", "none")
 WRITE_AXES = {
     **POOL_AXES,
     "form": FORMS,
-    "rows": (3, 3, 1, 0),
-    "tokens": (14, 14, 1, 0),
+    "rows": (3, 3, 3, 3, 1, 0),
+    "tokens": (14, 14, 14, 14, 1, 0),
     "asserts": (True, False),
     "chain_assert": (True, False),
     "req_pool": GIVEN,
@@ -831,7 +833,12 @@ def separated(
     return locations, seeds
 
 
-SCATTER_AXES: dict[str, Sequence[Any]] = {"tokens": (14, 1, 0), "bs": (3, 1, 0), "pool": ((4, 6), (4, 0), (0, 6), (1, 1)), "form": FORMS}
+SCATTER_AXES: dict[str, Sequence[Any]] = {
+    "tokens": (14, 14, 1, 0),
+    "bs": (3, 3, 1, 0),
+    "pool": ((4, 6), (4, 6), (4, 0), (0, 6), (1, 1)),
+    "form": FORMS,
+}
 
 
 @st.composite

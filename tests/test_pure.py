@@ -191,7 +191,7 @@ def descriptors(pools: Sequence[Pool]) -> tuple[tuple[Any, ...], ...]:
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
 def test_source(pool: Pool, pairs: bool, mode: RealKvHashMode) -> None:
     """Every layout and dtype, all at once and one source at a time."""
-    if pairs and np.dtype(pool.dtype).kind not in "iufb":
+    if pairs and jnp.issubdtype(pool.dtype, jnp.floating) and np.dtype(pool.dtype).itemsize < 4:
         pytest.skip("XLA:CPU changes the bits of NaNs of narrow floats where they are gathered as on TPUs")
     buffers = [Chaos(1, "int32").array(pool.shape, pool.dtype)]
     sources = descriptors([pool])

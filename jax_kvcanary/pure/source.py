@@ -26,9 +26,6 @@ _SUB_BYTE_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2":
 _FOLD_UNROLL = 8
 """Words folded per loop iteration: 64 bytes, whole TPU tiles of one-byte elements."""
 
-_GATHERED_BYTES = 1 << 20
-"""Bytes gathered at once by a launch, about: bounds its temporary memory (a few times this)."""
-
 _MIN_LANES, _MAX_LANES = 8, 4096
 
 
@@ -348,7 +345,7 @@ class SourceHasher:
     def chunk(self, entries: int, *, one_source: bool = False) -> int:
         """How many of ``entries`` to hash at once, so that the gathered bytes stay bounded."""
         gathered = max(self.read_bytes, default=0) if one_source else sum(self.read_bytes)
-        return max(1, min(entries, _lanes(_GATHERED_BYTES // max(gathered, 1))))
+        return max(1, min(entries, _lanes(current().gathered_bytes // max(gathered, 1))))
 
     def own_hashes(self, slots: jax.Array) -> Hash | None:
         """The own hash of each source that reads anything, in their order, of ``slots [n]`` in range: ``[sources, n]``; None for none."""

@@ -19,18 +19,21 @@ class Target:
     wide: 64-bit arithmetic in one register. Pairs of 32-bit words cost ten times the operations there, twice over: XLA:CPU computes
       the two words of a result in two loops.
     lanes_first: gathered bytes stay slot by slot, as they are read; else slots are the last axis, the one that vectors run over.
+    gathered_bytes: of the pool at a time, about; the temporary memory of a launch is a few times that. Caches like less, a chip whose
+      loops cost more than their work likes more.
     widens_narrow_floats: narrow floats become wider ones before they are gathered, the whole pool at once, and NaNs lose their bits.
     drops_barriers: optimization barriers are gone before it is decided what has to be copied.
     """
 
     wide: bool
     lanes_first: bool
+    gathered_bytes: int
     widens_narrow_floats: bool
     drops_barriers: bool
 
 
-_HOST = Target(wide=True, lanes_first=True, widens_narrow_floats=True, drops_barriers=True)
-_TPU = Target(wide=False, lanes_first=False, widens_narrow_floats=False, drops_barriers=False)
+_HOST = Target(wide=True, lanes_first=True, gathered_bytes=1 << 20, widens_narrow_floats=True, drops_barriers=True)
+_TPU = Target(wide=False, lanes_first=False, gathered_bytes=1 << 22, widens_narrow_floats=False, drops_barriers=False)
 _current = contextvars.ContextVar("target", default=_TPU)
 
 
