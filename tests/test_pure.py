@@ -112,7 +112,7 @@ def jitted(op: str, pairs: bool, x64: bool, params: tuple[tuple[str, Any], ...])
 
 
 def run(op: str, operands: Sequence[Any], *, pairs: bool = False, **params: Any) -> list[np.ndarray]:
-    """A launch; with ``pairs`` as TPUs get it."""
+    """A launch; with ``pairs`` as accelerators get it."""
     call = jitted(op, pairs, jax.config.jax_enable_x64, tuple(sorted(params.items())))
     return [np.asarray(x) for x in call(*operands)]
 
@@ -187,12 +187,12 @@ def descriptors(pools: Sequence[Pool]) -> tuple[tuple[Any, ...], ...]:
 
 
 @pytest.mark.parametrize("mode", [RealKvHashMode.ALL, RealKvHashMode.PARTIAL])
-@pytest.mark.parametrize("pairs", [False, True], ids=["host", "pairs"])
+@pytest.mark.parametrize("pairs", [False, True], ids=["cpu", "pairs"])
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: pool.name)
 def test_source(pool: Pool, pairs: bool, mode: RealKvHashMode) -> None:
     """Every layout and dtype, all at once and one source at a time."""
     if pairs and jnp.issubdtype(pool.dtype, jnp.floating) and np.dtype(pool.dtype).itemsize < 4:
-        pytest.skip("XLA:CPU changes the bits of NaNs of narrow floats where they are gathered as on TPUs")
+        pytest.skip("XLA:CPU changes the bits of NaNs of narrow floats where they are gathered as elsewhere")
     buffers = [Chaos(1, "int32").array(pool.shape, pool.dtype)]
     sources = descriptors([pool])
 

@@ -77,7 +77,8 @@ inline void decode_source(Frame& frame, const int64_t* row, const std::vector<Bu
   const int64_t slots = std::min(static_cast<__int128>(kInt32Max), static_cast<__int128>(pages) * page_size);
   g.page_size = static_cast<uint32_t>(page_size);
   g.read_bytes = mode == kModePartial ? std::min(kPartialBytes, read_bytes) : read_bytes;
-  const unsigned char* base = static_cast<const unsigned char*>(buffer.data) + offset;
+  // A source without pages may start past its buffer: no slot of it is ever read.
+  const unsigned char* base = static_cast<const unsigned char*>(buffer.data) + (pages > 0 ? offset : 0);
   moves |= reinterpret_cast<uintptr_t>(buffer.data) | static_cast<uint64_t>(g.read_bytes);
   if (!is_one_run(g)) moves |= run_moves;
   g.piece = piece_bytes(moves);

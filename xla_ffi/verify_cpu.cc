@@ -10,6 +10,9 @@
 namespace kvcanary::cpu {
 namespace {
 
+// Rows wait in memory until their wave is merged: at most 512 KiB a chunk.
+constexpr int64_t kChunksPerWave = 256;
+
 // Entries of a chunk: enough to pay for its scheduling, fewer when each reads many bytes.
 int64_t entries_per_chunk(const VerifyArgs& args) {
   int64_t bytes = 64;
@@ -113,17 +116,19 @@ template <typename Visit>
 void check_entries(const VerifyArgs& args, int64_t total, const Visit& visit, Executor& executor) {
   *args.log.slot_runs += static_cast<uint64_t>(total);
   const SourceWindow window = source_window(args);
-  const int64_t room = log_room(args.log);
   const int64_t per_chunk = entries_per_chunk(args);
   const int64_t chunks = (total + per_chunk - 1) / per_chunk;
-  std::vector<RowCollector> rows(static_cast<size_t>(chunks), RowCollector(room));
-  executor.run(chunks, [&](int64_t chunk) {
-    const int64_t first = chunk * per_chunk;
-    EntryGroup group(args, window, rows[static_cast<size_t>(chunk)]);
-    visit(first, std::min(total, first + per_chunk), [&](const VerifyEntry& e) { group.add(e); });
-    group.flush();
-  });
-  for (const RowCollector& collected : rows) append_rows(args.log, collected);
+  for (int64_t wave = 0; wave < chunks; wave += kChunksPerWave) {
+    const int64_t count = std::min(kChunksPerWave, chunks - wave);
+    std::vector<RowCollector> rows(static_cast<size_t>(count), RowCollector(log_room(args.log)));
+    executor.run(count, [&](int64_t i) {
+      const int64_t first = (wave + i) * per_chunk;
+      EntryGroup group(args, window, rows[static_cast<size_t>(i)]);
+      visit(first, std::min(total, first + per_chunk), [&](const VerifyEntry& e) { group.add(e); });
+      group.flush();
+    });
+    for (const RowCollector& collected : rows) append_rows(args.log, collected);
+  }
 }
 
 }  // namespace

@@ -16,8 +16,7 @@ from jax import lax
 class Target:
     """How to write a launch for a platform.
 
-    wide: 64-bit arithmetic in one register. Pairs of 32-bit words cost ten times the operations there, twice over: XLA:CPU computes
-      the two words of a result in two loops.
+    wide: 64-bit arithmetic in one register. XLA:CPU computes the two words of a pair in two loops, each with all that went before.
     lanes_first: gathered bytes stay slot by slot, as they are read; else slots are the last axis, the one that vectors run over.
     gathered_bytes: of the pool at a time, about; the temporary memory of a launch is a few times that. Caches like less, a chip whose
       loops cost more than their work likes more.
@@ -32,9 +31,9 @@ class Target:
     drops_barriers: bool
 
 
-_HOST = Target(wide=True, lanes_first=True, gathered_bytes=1 << 20, widens_narrow_floats=True, drops_barriers=True)
-_TPU = Target(wide=False, lanes_first=False, gathered_bytes=1 << 22, widens_narrow_floats=False, drops_barriers=False)
-_current = contextvars.ContextVar("target", default=_TPU)
+_CPU = Target(wide=True, lanes_first=True, gathered_bytes=1 << 20, widens_narrow_floats=True, drops_barriers=True)
+_ACCELERATOR = Target(wide=False, lanes_first=False, gathered_bytes=1 << 22, widens_narrow_floats=False, drops_barriers=False)
+_current = contextvars.ContextVar("target", default=_ACCELERATOR)
 
 
 def current() -> Target:
@@ -43,26 +42,25 @@ def current() -> Target:
 
 
 def per_platform(launch: Callable[..., Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """``launch`` traced for CPUs and GPUs in one way and for TPUs (and whatever comes) in another; lowering keeps the one it needs."""
+    """``launch`` traced in one way for CPUs and in another for whatever else; lowering keeps the one it needs."""
 
     @functools.wraps(launch)
     def dispatch(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-        def host(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            token = _current.set(_HOST)
-            try:
-                # Dtypes are explicit throughout, so this only permits the uint64 values in between.
-                with jax.enable_x64(True):
-                    return tuple(launch(*operands, **params))
-            finally:
-                _current.reset(token)
-
-        def other(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            token = _current.set(_TPU)
+        def traced(target: Target, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            token = _current.set(target)
             try:
                 return tuple(launch(*operands, **params))
             finally:
                 _current.reset(token)
 
-        return list(lax.platform_dependent(*operands, cpu=host, cuda=host, rocm=host, default=other))
+        def on_cpu(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            # Dtypes are explicit throughout, so this only permits the uint64 values in between.
+            with jax.enable_x64(True):
+                return traced(_CPU, operands)
+
+        def elsewhere(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return traced(_ACCELERATOR, operands)
+
+        return list(lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere))
 
     return dispatch

@@ -60,12 +60,11 @@ class _Tokens(NamedTuple):
 
 
 class _Requests(NamedTuple):
-    """The requests of a launch, ``[R]``: clamped segments, seeds, and what their records say."""
+    """The requests of a launch, ``[R]``: clamped segments, seeds, and what their rows and records say."""
 
     begin: jax.Array
     end: jax.Array
-    active: jax.Array  # has entries
-    valid: jax.Array  # below the number of valid requests
+    active: jax.Array  # counts and has entries
     cut: jax.Array  # its segment had to be clamped
     seed: U64
     req_pool_idx: U64
@@ -175,8 +174,8 @@ class _Writer:
         # Before each entry: rows that entries report, entries that are stored.
         sums = exclusive(cumsum(jnp.stack([_int(input_bad) + _int(chain_bad), _int(stored)])))  # [2, T + 1]
         row_sums = row(sums, 0)
-        reported, written = (take_columns(sums, jnp.where(active, at, np.int32(0))) for at in (q.end, q.begin))
-        reported, written = reported[0] > written[0], reported[1] > written[1]
+        at_end, at_begin = (take_columns(sums, jnp.where(active, at, np.int32(0))) for at in (q.end, q.begin))
+        reported, written = at_end[0] > at_begin[0], at_end[1] > at_begin[1]
         bad = cut | seed_bad | reported
         verdict = jnp.where(bad, np.int32(Verdict.BAD), jnp.where(written, np.int32(Verdict.OK), np.int32(Verdict.NOT_CHECKED)))
         total_rows = row_sums[self.size] + count(cut) + count(seed_bad)
@@ -281,10 +280,10 @@ class _Writer:
         kept = put(jnp.zeros((self.size,), bool), t.order, sorted_stored & ~again)
         columns = [self.packed[:4, : self.size], log_.matrix(running, t.real_kv_hash)]
         if records.shape[1] >= PROVENANCE_RECORD_WORDS:
-            launch = U64(self.context[0], jnp.full((), np.uint32(self.record_flags)))
-            shared = (U64(*(jnp.broadcast_to(word, (self.rows,)) for word in value)) for value in (launch, words.zeros(())))
-            step_and_flags, zero = shared
-            columns.append(take_columns(log_.matrix(q.request_id, step_and_flags, q.namespace, zero), owner))
+            step = jnp.broadcast_to(self.context[0], (self.rows,))
+            step_and_flags = U64(step, lax.full_like(step, np.uint32(self.record_flags)))
+            provenance = log_.matrix(q.request_id, step_and_flags, q.namespace, words.zeros((self.rows,)))
+            columns.append(take_columns(provenance, owner))
         place = jnp.where(kept, words.as_int32(t.slot.lo), np.int32(records.shape[0]) + iota(self.size))
         numbers = lax.ScatterDimensionNumbers(update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
         updates = lax.transpose(jnp.concatenate(columns), (1, 0))  # [T, 8 or 16]
@@ -426,7 +425,6 @@ def write(
             begin=begin,
             end=end,
             active=active,
-            valid=valid,
             cut=cut,
             seed=seed,
             req_pool_idx=_per_request(req_pool_indices, rows, -1),
