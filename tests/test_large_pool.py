@@ -13,16 +13,23 @@ import numpy as np
 import pytest
 
 from jax_kvcanary import (
+    BlockTable,
     CanaryLaunchTag,
     FailReason,
+    Layout,
     RealKvHashMode,
     VerifyPlan,
     ViolationLog,
     WritePlan,
     allocate_records,
+    allocate_source_tags,
     backend_info,
+    decode_log,
+    plan,
+    pool_sources,
     reference,
     verify,
+    verify_fused,
     write,
 )
 from jax_kvcanary.sources import RealKvSource
@@ -201,3 +208,86 @@ def test_slots_past_the_border_on_the_gpu(layout: str) -> None:
         with jax.enable_x64(True):
             buffer = place(buffer, np.int64(touched[-1]), rows[-1].view(dtype))
         assert violations(buffer, source, records, touched, "ffi") == [(touched[-1], FailReason.VERIFY_REAL_KV_HASH)]
+
+
+LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
+REQUESTS, CONTEXT = 64, 4096
+
+
+@pytest.mark.gpu
+def test_the_pool_of_an_8b_model_in_one_call() -> None:
+    """32 layers, K and V, 34 GB: every byte stamped by one write and checked by one verify; one changed byte is named."""
+    info = backend_info()["cuda"]
+    if not info.compiled:
+        pytest.skip(info.detail)
+    device = jax.devices("gpu")[0]
+    slots = REQUESTS * CONTEXT
+    size = slots * LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
+    free = (device.memory_stats() or {}).get("bytes_limit", 0)
+    if free < size + (8 << 30):
+        pytest.skip(f"needs {size / 2**30:.0f} GiB of device memory and 8 more, there are {free / 2**30:.1f}")
+    with jax.default_device(device):
+        shape = (slots // PAGE, PAGE, KV_HEADS, HEAD_DIM)
+        make = jax.jit(lambda key: jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint16), jnp.bfloat16))
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 2 * LAYERS)
+        pool = [{"K": make(keys[2 * layer]), "V": make(keys[2 * layer + 1])} for layer in range(LAYERS)]
+        axes = "page slot head dim"
+        sources = pool_sources(pool, [{half: Layout.from_axes(axes).as_half(half) for half in "KV"}] * LAYERS)
+        assert len(sources) == 2 * LAYERS
+        pages = np.random.default_rng(0).permutation(slots // PAGE).astype(np.int32).reshape(REQUESTS, -1)
+        table, rows = BlockTable(jnp.asarray(pages), PAGE), jnp.arange(REQUESTS, dtype=jnp.int32)
+        lens = jnp.full((REQUESTS,), CONTEXT, jnp.int32)
+        common = {"real_kv_hash_mode": RealKvHashMode.ALL, "padding_slot": None}
+        planned = plan(
+            req_pool_indices=rows,
+            prefix_lens=jnp.zeros_like(lens),
+            extend_seq_lens=lens,
+            req_to_token=table,
+            verify_capacity=0,
+            write_req_capacity=REQUESTS,
+            padding_req=None,
+        )
+        stamped = write(
+            records=allocate_records(slots=slots),
+            source_tags=allocate_source_tags(slots=slots, sources=len(sources)),
+            log=ViolationLog.allocate(ring_capacity=8),
+            plan=planned.write,
+            input_ids=jnp.arange(slots, dtype=jnp.int32),
+            positions=jnp.tile(jnp.arange(CONTEXT, dtype=jnp.int32), REQUESTS),
+            out_cache_loc=jnp.asarray((pages[:, :, None] * PAGE + np.arange(PAGE, dtype=np.int32)).reshape(-1)),
+            launch_tag=CanaryLaunchTag.TAIL_K_FULL,
+            **common,
+            **sources.arguments(pool),
+        )
+
+        def check(pool: Any) -> Any:
+            return verify_fused(
+                records=stamped.records,
+                source_tags=stamped.source_tags,
+                log=stamped.log,
+                req_pool_indices=rows,
+                prefix_lens=lens,
+                req_to_token=table,
+                padding_req=None,
+                launch_tag=CanaryLaunchTag.HEAD_K_FULL,
+                **common,
+                **sources.arguments(pool),
+            )
+
+        clean = check(pool)
+        assert int(clean.log.write_index[0]) == 0 and np.asarray(clean.verdict).tolist() == [1] * REQUESTS
+        assert decode_log(clean.log).slot_runs[CanaryLaunchTag.HEAD_K_FULL] == slots
+        layer, position, request = 17, CONTEXT - 1, REQUESTS - 1
+        page, inside = int(pages[request, position // PAGE]), position % PAGE
+        flip = jax.jit(
+            lambda x: x.at[page, inside, KV_HEADS - 1, HEAD_DIM - 1].set(
+                jax.lax.bitcast_convert_type(
+                    jax.lax.bitcast_convert_type(x[page, inside, KV_HEADS - 1, HEAD_DIM - 1], jnp.uint16) ^ jnp.uint16(0x100), jnp.bfloat16
+                )
+            ),
+            donate_argnums=0,
+        )
+        pool[layer]["V"] = flip(pool[layer]["V"])
+        (violation,) = decode_log(check(pool).log, source_names=sources.labels).violations
+        assert (violation.slot, violation.expected_position, violation.batch_row) == (page * PAGE + inside, position, request)
+        assert violation.source_name == f"layer {layer} V" and violation.reasons == FailReason.VERIFY_REAL_KV_HASH
