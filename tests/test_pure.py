@@ -765,6 +765,10 @@ def test_many_sources_make_no_long_program(rotate: bool, stacked: bool, monkeypa
     assert lines(64) - lines(4) < (200 if stacked else 60 * 80)
 
 
+SMALL = 2**22 if jax.default_backend() == "cpu" else 2**23
+"""Bytes of temporary memory that a launch may have: accelerators gather more of the pool at a time."""
+
+
 @pytest.mark.parametrize("op", ["verify", "verify_fused"])
 def test_temporary_memory_of_large_launches(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool of 2 GiB, three plan entries a slot."""
@@ -773,7 +777,7 @@ def test_temporary_memory_of_large_launches(op: str, monkeypatch: pytest.MonkeyP
     sources, buffers = layers_of(1, slots // 16, 16, 8, 128, stacked=False)
     operands = launch_shapes(op, slots=slots, entries=3 * slots, bs=256) + buffers
     compiled = jax.jit(functools.partial(getattr(pure, op), **STATICS[op], sources=sources)).lower(*operands).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**22
+    assert compiled.memory_analysis().temp_size_in_bytes < SMALL
 
 
 # ---------------------------------------------------------------------------------------------- copies of the pool
@@ -826,7 +830,7 @@ def test_no_copy_of_the_pool(stacked: bool, monkeypatch: pytest.MonkeyPatch) -> 
     without, with_canary = (step_facts(**size, canary=canary) for canary in (False, True))
     assert with_canary["copies"] == without["copies"] == 0
     assert with_canary["pool"] == 2**25
-    assert with_canary["temp"] - without["temp"] < 2**22, (without, with_canary)
+    assert with_canary["temp"] - without["temp"] < SMALL, (without, with_canary)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
