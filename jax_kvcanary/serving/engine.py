@@ -1,0 +1,325 @@
+"""The engine: requests in, tokens out, one jitted call a step, with a canary around the forward pass if one is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_kvcanary.canary import Canary
+from jax_kvcanary.config import CanaryConfig
+from jax_kvcanary.layouts import Layout
+from jax_kvcanary.serving.batching import Bucket, StepInput, all_buckets, build_batch, choose_bucket, dummy_batch
+from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
+from jax_kvcanary.serving.model import Params, make_pool, pool_shapes
+from jax_kvcanary.serving.offload import DeviceState, HostStore
+from jax_kvcanary.serving.pages import DUMMY_PAGE, PageAllocator
+from jax_kvcanary.serving.prefix_cache import PrefixCache
+from jax_kvcanary.serving.sampling import SamplingParams
+from jax_kvcanary.serving.scheduler import Request, Scheduler, StepPlan
+from jax_kvcanary.serving.steps import VERDICT_BAD, StepStatics, decode_steps, mixed_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a request came to. status: "waiting", "running", "finished", "cancelled", "dropped" or "failed"."""
+
+    request_id: int
+    prompt: list[int]
+    output: list[int]
+    status: str
+    finish_reason: str
+    cached_tokens: int
+    preemptions: int
+    recomputes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a call of :meth:`Engine.step` did.
+
+    tokens: new tokens of each request. finished: requests that came to an end. bad: requests that the canary called bad, with the
+    first bad position of each, -1 if unknown. quarantined: pages that are not used again. num_steps: model steps, 0 if there was
+    nothing to do. events: what the monitor returned.
+    """
+
+    tokens: dict[int, list[int]]
+    finished: list[int]
+    bad: dict[int, int]
+    quarantined: list[int]
+    num_steps: int
+    is_decode: bool
+    events: Any = None
+
+
+def make_canary(config: LlamaConfig, engine_config: EngineConfig, canary_config: CanaryConfig | None = None, *, name: str = "kv") -> Canary:
+    """A canary that fits an engine: its pool, page 0 for dummy writes, moves counted in pages."""
+    return Canary(
+        pool_shapes(config, engine_config),
+        Layout.from_axes("page slot head dim", interleaved="head"),
+        config=canary_config,
+        name=name,
+        reserved_slots=engine_config.page_size,
+        copy_page_size=engine_config.page_size,
+    )
+
+
+class Engine:
+    """Serves a Llama model from a paged pool.
+
+    Args:
+      config: the model's shapes. params: its weights, see :mod:`jax_kvcanary.serving.weights`.
+      canary: of :func:`make_canary`, or another ``Canary`` for :func:`pool_shapes` that counts copies in slots or in pages; or None.
+      engine_config: sizes and policies.
+      monitor: reads the canary's reports, or None.
+
+    Example:
+      >>> config = LlamaConfig()
+      >>> engine = Engine(config, random_params(config, seed=0), engine_config=EngineConfig(num_pages=16, max_context=64))
+      >>> request_id = engine.add_request([1, 2, 3], SamplingParams(max_new_tokens=4))
+      >>> len(engine.run()[request_id].output)
+      4
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Params,
+        canary: Canary | None = None,
+        *,
+        engine_config: EngineConfig | None = None,
+        monitor: Any = None,
+    ) -> None:
+        _check_canary(canary, engine_config or EngineConfig())
+        self.config = config
+        self.engine_config = engine_config or EngineConfig()
+        self.canary = canary
+        self.monitor = monitor
+        self.params = params
+        self.compile_count = 0
+        self.num_steps = 0
+        self.device = DeviceState(make_pool(config, self.engine_config), None if canary is None else canary.init())
+        self.store = HostStore(self.device, canary, page_size=self.engine_config.page_size, on_trace=self._count_compile)
+        self.allocator = PageAllocator(self.engine_config.num_pages)
+        self.cache = PrefixCache(
+            self.allocator, page_size=self.engine_config.page_size, store=self.store, host_pages=self.engine_config.host_pages
+        )
+        self.scheduler = Scheduler(self.engine_config, self.allocator, self.cache)
+        self.requests: dict[int, Request] = {}
+        self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
+        statics = StepStatics(model=config, engine=self.engine_config, canary=canary)
+        self._mixed_step = self._jit(functools.partial(mixed_step, statics))
+        self._decode_steps = self._jit(functools.partial(decode_steps, statics))
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def add_request(self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, namespace: int = 0) -> int:
+        """Queue a prompt of token ids; returns the request's id, which is never used again.
+
+        namespace: 64 bits; requests of different ones (adapters, tenants) never share pages.
+        """
+        request = self._new_request(prompt, sampling or SamplingParams(), namespace)
+        self.scheduler.enqueue(request)
+        return request.request_id
+
+    def add_parallel(self, prompt: Sequence[int], sampling: SamplingParams | None = None, *, n: int, namespace: int = 0) -> list[int]:
+        """Queue ``n`` samples of one prompt, which is computed once; sample i has the seed ``sampling.seed + i``."""
+        base = sampling or SamplingParams()
+        samplings = [dataclasses.replace(base, seed=(base.seed + i) % 2**32) for i in range(n)]
+        leader, *siblings = [self._new_request(prompt, each, namespace) for each in samplings]
+        leader.siblings = siblings
+        self.scheduler.enqueue(leader)
+        return [request.request_id for request in (leader, *siblings)]
+
+    def fork(self, request_id: int, *, seed: int = 0) -> int:
+        """Another continuation of a request from where it is now; both go on from shared pages."""
+        leader = self.requests[request_id]
+        child = self._new_request(leader.prompt, dataclasses.replace(leader.sampling, seed=seed), leader.namespace)
+        child.tokens = list(leader.tokens)
+        if leader.is_done:
+            raise ValueError(f"request {request_id} cannot fork, it is {leader.status.value}")
+        self.scheduler.fork(leader, child, upto=leader.computed)
+        return child.request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request; False if it had ended already."""
+        request = self.requests[request_id]
+        if request.is_done:
+            return False
+        self.scheduler.cancel(request)
+        return True
+
+    def result(self, request_id: int) -> Result:
+        """What a request has come to so far."""
+        request = self.requests[request_id]
+        return Result(
+            request_id=request_id,
+            prompt=request.prompt,
+            output=request.output,
+            status=request.status.value,
+            finish_reason=request.finish_reason,
+            cached_tokens=request.cached_tokens,
+            preemptions=request.preemptions,
+            recomputes=request.recomputes,
+        )
+
+    @property
+    def results(self) -> dict[int, Result]:
+        """All requests that were not forgotten."""
+        return {request_id: self.result(request_id) for request_id in self.requests}
+
+    def forget(self, request_id: int) -> None:
+        """Let go of a request that has ended."""
+        if not self.requests[request_id].is_done:
+            raise ValueError(f"request {request_id} is {self.requests[request_id].status.value}")
+        del self.requests[request_id]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def warm_up(self) -> int:
+        """Compile every bucket with an unarmed batch of padding; returns the number of compiled programs."""
+        for bucket, is_decode in all_buckets(self.engine_config):
+            self._launch(dummy_batch(self.engine_config, bucket), bucket, is_decode=is_decode)
+        if self.engine_config.host_pages:
+            self.store.load(self.store.save(DUMMY_PAGE), DUMMY_PAGE)
+        self._announce_releases([])
+        return self.compile_count
+
+    def step(self) -> StepResult:
+        """One scheduling decision and one jitted call: prefill chunks with decode rows, or several decode steps."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return StepResult({}, [], {}, [], 0, False)
+        bucket = choose_bucket(self.engine_config, plan)
+        batch = build_batch(
+            self.engine_config,
+            plan,
+            bucket,
+            req_to_token=self.scheduler.req_to_token,
+            token_ids=self.scheduler.token_ids,
+            released=self._releases_for_batch(),
+        )
+        results, report = self._launch(batch, bucket, is_decode=plan.is_decode)
+        self.scheduler.launched()
+        outcome = self._commit(plan, jax.device_get(results))
+        return dataclasses.replace(outcome, events=self._observe(report))
+
+    def run(self, *, max_steps: int | None = None, on_step: Callable[[StepResult], None] | None = None) -> dict[int, Result]:
+        """Step until all requests have ended, or ``max_steps`` calls were made."""
+        calls = 0
+        while self.has_work and (max_steps is None or calls < max_steps):
+            result = self.step()
+            calls += 1
+            if on_step is not None:
+                on_step(result)
+        return self.results
+
+    def check(self) -> None:
+        """Invariants of scheduler, cache and allocator between two steps; a test calls this."""
+        self.scheduler.check()
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _new_request(self, prompt: Sequence[int], sampling: SamplingParams, namespace: int) -> Request:
+        request = self.scheduler.make_request(next(self._ids), prompt, sampling, namespace)
+        self.requests[request.request_id] = request
+        return request
+
+    def _launch(self, batch: StepInput, bucket: Bucket, *, is_decode: bool) -> tuple[dict[str, Any], Any]:
+        """Dispatch a step; the pool and the canary's state are donated and replaced."""
+        step = self._decode_steps if is_decode else self._mixed_step
+        self.device.pool, self.device.canary_state, results, report = step(
+            self.params, self.device.pool, self.device.canary_state, batch, pages=bucket.pages
+        )
+        return results, report
+
+    def _commit(self, plan: StepPlan, results: dict[str, Any]) -> StepResult:
+        """Give each request its tokens, or what its verdict asks for."""
+        steps = int(results["steps"])
+        tokens: dict[int, list[int]] = {}
+        bad: dict[int, int] = {}
+        quarantined = self._quarantine(results["verdict"], steps)
+        for i, entry in enumerate(plan.entries):
+            request = entry.request
+            position = self._first_bad_position(results["verdict"], steps, i)
+            if position is not None:
+                bad[request.request_id] = position
+            if position is not None and self.engine_config.on_bad != "ignore":
+                self._handle_bad(request)
+            else:
+                tokens[request.request_id] = self.scheduler.commit(entry, results["tokens"][:steps, i].tolist())
+        self.num_steps += steps
+        finished = [entry.request.request_id for entry in plan.entries if entry.request.is_done]
+        return StepResult(tokens, finished, bad, quarantined, steps, plan.is_decode)
+
+    def _first_bad_position(self, verdict: Any, steps: int, row: int) -> int | None:
+        """First bad position of a batch row in the first step that found it bad, or None."""
+        if verdict is None:
+            return None
+        for step in range(steps):
+            if verdict.verdict[step, row] == VERDICT_BAD:
+                return int(verdict.first_bad_position[step, row])
+        return None
+
+    def _quarantine(self, verdict: Any, steps: int) -> list[int]:
+        """Take the pages of bad slots out of use, unless bad requests are ignored."""
+        if verdict is None or self.engine_config.on_bad == "ignore":
+            return []
+        slots = np.concatenate([np.ravel(verdict.bad_slots[:steps]), np.ravel(verdict.first_bad_slot[:steps])])
+        usable = slots[(slots >= 0) & (slots < self.engine_config.num_pages * self.engine_config.page_size)]
+        pages = sorted({int(slot) // self.engine_config.page_size for slot in usable} - {DUMMY_PAGE})
+        self.scheduler.quarantine(pages)
+        return pages
+
+    def _handle_bad(self, request: Request) -> None:
+        """Nothing that the step sampled for a bad request counts."""
+        if self.engine_config.on_bad == "recompute" and request.recomputes < self.engine_config.max_recomputes:
+            self.scheduler.recompute(request)
+        else:
+            self.scheduler.drop(request, "bad KV")
+
+    def _releases_for_batch(self) -> list[int]:
+        """Freed pages for this batch; those past its capacity are announced before it."""
+        released = self.allocator.take_released()
+        capacity = self.engine_config.release_capacity
+        for start in range(capacity, len(released), capacity):
+            self._announce_releases(released[start : start + capacity])
+        return released[:capacity]
+
+    def _announce_releases(self, pages: Sequence[int]) -> None:
+        if self.canary is not None:
+            padded = np.full(self.engine_config.release_capacity, -1, np.int32)
+            padded[: len(pages)] = pages
+            self.device.canary_state = self.canary.release(self.device.canary_state, slots=padded, page_size=self.engine_config.page_size)
+
+    def _observe(self, report: Any) -> Any:
+        """Hand the report to the monitor, which never waits for the device."""
+        if self.monitor is None or report is None:
+            return None
+        events = self.monitor.observe(report)
+        self.device.canary_state = self.monitor.service(self.device.canary_state)
+        return events
+
+    def _jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(params: Params, pool: Any, state: Any, batch: StepInput, *, pages: int) -> Any:
+            self._count_compile()
+            return step(params, pool, state, batch, pages=pages)
+
+        return jax.jit(counted, static_argnames=("pages",), donate_argnums=(1, 2))
+
+    def _count_compile(self) -> None:
+        self.compile_count += 1
+
+
+def _check_canary(canary: Canary | None, engine_config: EngineConfig) -> None:
+    if canary is not None and canary.copy_page_size not in (1, engine_config.page_size):
+        raise ValueError(f"the canary's copy_page_size must be 1 or page_size={engine_config.page_size}, got {canary.copy_page_size}")
