@@ -9,7 +9,11 @@ import pkgutil
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jax_kvcanary.backend import BackendInfo, backend_info
+from jax_kvcanary.batch import CanaryBatch
+from jax_kvcanary.canary import Canary, Coverage, PoolGroup
+from jax_kvcanary.canary_state import CanaryReport, CanaryState, CanaryVerdict
 from jax_kvcanary.capacities import CanaryLaunchCapacities
+from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.digest import (
     RankDigest,
     RankDigestResult,
@@ -75,8 +79,15 @@ __all__ = [
     "PRESETS",
     "BackendInfo",
     "BlockTable",
+    "Canary",
+    "CanaryBatch",
+    "CanaryConfig",
     "CanaryLaunchCapacities",
     "CanaryLaunchTag",
+    "CanaryReport",
+    "CanaryState",
+    "CanaryVerdict",
+    "Coverage",
     "FailReason",
     "FlatTable",
     "Group",
@@ -91,6 +102,7 @@ __all__ = [
     "MoveResult",
     "MoveStatus",
     "Plan",
+    "PoolGroup",
     "PoolSources",
     "Preset",
     "Provenance",

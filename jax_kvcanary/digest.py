@@ -205,7 +205,7 @@ def check_rank_digests(
         words.from_uint32(context[1]),
     ]
     return RankDigestResult(
-        log=_append(log, disagree, columns),
+        log=append_rows(log, disagree, columns),
         verdict=jnp.where(disagree, np.int32(spec.Verdict.BAD), before),
         disagree=disagree,
     )
@@ -366,7 +366,7 @@ def _sum_over_samples(batch: Batch, step: jax.Array, hashes: Callable[[jax.Array
     return lax.while_loop(lambda carry: carry[0] < wanted, body, (jnp.zeros((), jnp.int32), words.zeros((bs,))))[1]
 
 
-def _append(log: ViolationLog, flags: jax.Array, columns: Sequence[U64]) -> ViolationLog:
+def append_rows(log: ViolationLog, flags: jax.Array, columns: Sequence[U64]) -> ViolationLog:
     """The log with one row for each true element of ``flags [n]``; columns are ``[n]`` or scalars."""
     assert len(columns) == spec.RING_COLUMNS
     rows = jnp.stack([jnp.broadcast_to(word, flags.shape) for column in columns for word in column], axis=1)

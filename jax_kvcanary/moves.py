@@ -340,7 +340,7 @@ def _expand_entries(entries: jax.Array, page_size: int) -> jax.Array:
     return jnp.where(entries[:, None] >= 0, expanded, -1).reshape(-1)
 
 
-def _last_of_each(targets: jax.Array) -> jax.Array:
+def is_last_of_each(targets: jax.Array) -> jax.Array:
     """Whether no later entry has the same target."""
     order = jnp.argsort(targets, stable=True)
     ordered = targets[order]
@@ -363,7 +363,7 @@ def _copy(records: jax.Array, tags: jax.Array, src: jax.Array, dst: jax.Array, *
     lone = (src == -1) != (dst == -1)  # an end without the other is no padding
     status = source_status | target_status | jnp.where(lone, int(MoveStatus.SLOT_OUT_OF_RANGE), 0)
     targets = jnp.where((status == 0) & (sources < places), targets, places)
-    last = _last_of_each(targets)
+    last = is_last_of_each(targets)
     status = jnp.where(last | (targets == places), status, int(MoveStatus.OVERWRITTEN)).astype(jnp.int32)
     from_slots = _expand(sources, places, slots, page_size)
     to_slots = _expand(jnp.where(last, targets, places), places, slots, page_size)
@@ -387,7 +387,7 @@ def _put(
     targets, status = _locate(index, places)
     status = jnp.where(taken | (index == -1), status, int(MoveStatus.SLOT_OUT_OF_RANGE))
     targets = jnp.where(status == 0, targets, places)
-    last = _last_of_each(targets)
+    last = is_last_of_each(targets)
     status = jnp.where(last | (targets == places), status, int(MoveStatus.OVERWRITTEN)).astype(jnp.int32)
     to_slots = _expand(jnp.where(last, targets, places), places, slots, page_size)
     return records.at[to_slots].set(rows, mode="drop"), tags.at[to_slots].set(row_tags, mode="drop"), status

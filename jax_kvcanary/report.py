@@ -134,6 +134,9 @@ class Violation:
             out.append(f"token {self.token} was written, expected {self.expected_token}")
         if FailReason.WRITE_POSITION in reasons:
             out.append(f"position {self.position} was written, expected {self.expected_position}")
+        if FailReason.LANDING in reasons:
+            source = f" (first bad source {self.source_name or self.first_bad_source})" if self.first_bad_source >= 0 else ""
+            out.append(f"what was handed to the writer does not stand there{source}: the write did not land, or another replaced it")
         if FailReason.RANK_DIGEST in reasons:
             out.append(
                 f"this rank's digest is {self.real_kv_hash:#010x} (length {self.expected_position + 1}, chain {self.chain_hash:#018x}, "

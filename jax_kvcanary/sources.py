@@ -5,6 +5,7 @@ A source keeps no array. It is frozen and hashable, so it can be a static argume
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -215,6 +216,18 @@ class RealKvSource:
             self.read_bytes,
         )
 
+    def leading(self, read_bytes: int) -> RealKvSource:
+        """This source with at most ``read_bytes`` bytes of a slot to read.
+
+        Example:
+          >>> RealKvSource(shape=(8, 64), dtype="uint8", page_size=1, num_bytes_per_token=64, read_bytes=64).leading(16).read_bytes
+          16
+        """
+        size = validation.static_int("read_bytes", read_bytes, minimum=0)
+        source = copy.copy(self)
+        object.__setattr__(source, "read_bytes", min(size, self.read_bytes))
+        return source
+
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -222,7 +235,8 @@ class RealKvSource:
     def __repr__(self) -> str:
         return (
             f"RealKvSource(shape={self.buffer_shape}, dtype={self.buffer_dtype.name}, page_size={self.page_size}, "
-            f"num_bytes_per_token={self.num_bytes_per_token}, read_bytes={self.read_bytes})"
+            f"num_bytes_per_token={self.num_bytes_per_token}, read_bytes={self.read_bytes}, "
+            f"runs={self.run_counts} of {self.run_bytes} bytes {self.run_strides} apart, offset={self.offset}, buffer={self.buffer_index})"
         )
 
 

@@ -56,7 +56,8 @@ class FailReason(enum.IntFlag):
     SLOT_OUT_OF_RANGE = 64
     TABLE_OUT_OF_RANGE = 128
     UNWRITTEN = 256
-    # Reserved: OWNERSHIP 512, LANDING 1024, VIEW 2048.
+    # Reserved: OWNERSHIP 512, VIEW 2048.
+    LANDING = 1024
     RANK_DIGEST = 4096
 
 

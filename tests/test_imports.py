@@ -19,11 +19,12 @@ PACKAGE = Path(jax_kvcanary.__file__).parent
 
 ORDER = [
     "spec",
-    "config",
     "validation",
+    "config",
     "state",
     "sources",
     "tables",
+    "batch",
     "layouts",
     "presets",
     "reference",
@@ -38,6 +39,7 @@ ORDER = [
     "sharding",
     "groups",
     "report_header",
+    "canary_state",
     "canary",
     "history",
     "causes",

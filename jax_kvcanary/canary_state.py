@@ -1,0 +1,66 @@
+"""What a canary carries through a step and hands out of it, as pytrees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jax_kvcanary.groups import TaggedLog
+from jax_kvcanary.state import Array, pytree_dataclass
+
+COUNTERS = ("step", "epoch", "unattested", "unattested_high", "armed_steps", "batch_size")
+"""The uint32 counters of a state, in order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CanaryState:
+    """Records, source tags and logs of all groups; what a step threads through and may donate.
+
+    records, source_tags: by group. log: a part for every launch tag. contexts: uint32 ``[rows, 24]`` by place of the part.
+    seen: int32 ``[parts]`` rows whose context is taken. counters: uint32 of :data:`COUNTERS`. key: static, the canary's.
+    """
+
+    key: int
+    records: dict[str, Array]
+    source_tags: dict[str, Array]
+    log: TaggedLog
+    contexts: tuple[Array, ...]
+    seen: Array | None
+    counters: Array | None
+
+
+jax.tree_util.register_dataclass(
+    CanaryState, data_fields=["records", "source_tags", "log", "contexts", "seen", "counters"], meta_fields=["key"]
+)
+
+
+@pytree_dataclass
+class CanaryVerdict:
+    """What a step knows of each request, on the device.
+
+    verdict: int32 ``[bs]``, 0 not checked, 1 ok, 2 bad (:class:`Verdict`). first_bad_position: int32 ``[bs]``, -1 for none.
+    first_bad_slot: int32 ``[bs]`` its slot in the table, -1 for none. unattested: int32 ``[bs]`` slots of the prefix that nobody stamped.
+    bad_slots: int32 ``[quarantine]`` by group, the slots that this step reported, -1 for padding: not to be used again as they are.
+    """
+
+    verdict: Array
+    first_bad_position: Array
+    first_bad_slot: Array
+    unattested: Array
+    bad_slots: dict[str, Array]
+
+
+@pytree_dataclass
+class CanaryReport:
+    """What a step hands to the host: small, cumulative, never donated.
+
+    header: uint32, see :mod:`jax_kvcanary.report_header`. rows: uint32 ``[parts, rows, 32]`` violation rows of each launch tag.
+    context: uint32 ``[parts, rows, 24]`` what was known when a row was found: the slot's record (16 words), request id and namespace of
+      the batch row (2 words each), step of the predecessor's record, its request id (2 words), and bits: 1 the batch row is known, 2 the
+      predecessor is.
+    """
+
+    header: Array
+    rows: Array
+    context: Array
