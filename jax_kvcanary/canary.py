@@ -512,7 +512,7 @@ class Canary:
                 passes.append((config.verify_every, (group.leading, all_sources)))
         buffers = group.pool.buffers(kv) if self._mode != RealKvHashMode.NONE else ()
         packed, unattested, first = step.nothing(), jnp.zeros((step.bs,), jnp.int32), jnp.full((step.bs,), -1, jnp.int32)
-        expected = {
+        expected: dict[str, Any] = {
             "req_to_verify_expected_tokens": step.batch.expected_tokens,
             "req_to_verify_expected_tokens_valid_lens": step.batch.expected_valid_lens,
         }
@@ -690,7 +690,7 @@ class Canary:
         return dataclasses.replace(state, log=state.log.replace(tag, log)), jnp.maximum(packed, step.nothing())
 
     def _adopt_prefixes(self, kv: Any, state: CanaryState, step: _Step, group: _Group, count: jax.Array, first: jax.Array) -> CanaryState:
-        """Stamp unattested ends of prefixes, those that fit; a prefix with later tokens of its own stays as it is, or they would not chain."""
+        """Stamp the unattested ends of prefixes that fit. One with stamped tokens behind it stays as it is, or these would not chain."""
         room, batch = self.config.adopt_capacity, step.batch
         whole = (count > 0) & (count == step.prefix - first)
         upto = jnp.cumsum(jnp.where(whole, count, 0))
