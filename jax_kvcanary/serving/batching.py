@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_kvcanary.serving.config import EngineConfig
-from jax_kvcanary.serving.scheduler import Entry, StepPlan
+from jax_kvcanary.serving.plan import Entry, StepPlan
 
 PADDING_ROW = 0
 PADDING_SLOT = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +18,11 @@ from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
 from jax_kvcanary.serving.model import Params, make_pool, pool_shapes
 from jax_kvcanary.serving.offload import DeviceState, HostStore
 from jax_kvcanary.serving.pages import DUMMY_PAGE, PageAllocator
+from jax_kvcanary.serving.plan import Request, StepPlan
 from jax_kvcanary.serving.prefix_cache import PrefixCache
 from jax_kvcanary.serving.sampling import SamplingParams
-from jax_kvcanary.serving.scheduler import Request, Scheduler, StepPlan
-from jax_kvcanary.serving.steps import VERDICT_BAD, StepStatics, decode_steps, mixed_step
+from jax_kvcanary.serving.scheduler import Scheduler
+from jax_kvcanary.serving.steps import VERDICT_BAD, StepStatics, compiled_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Engine:
         self.canary = canary
         self.monitor = monitor
         self.params = params
-        self.compile_count = 0
         self.num_steps = 0
+        self.compiled = compiled_steps(StepStatics.of(config, self.engine_config, canary))
         self.device = DeviceState(make_pool(config, self.engine_config), None if canary is None else canary.init())
-        self.store = HostStore(self.device, canary, page_size=self.engine_config.page_size, on_trace=self._count_compile)
+        self.store = HostStore(self.device, self.compiled, canary, page_size=self.engine_config.page_size)
         self.allocator = PageAllocator(self.engine_config.num_pages)
         self.cache = PrefixCache(
             self.allocator, page_size=self.engine_config.page_size, store=self.store, host_pages=self.engine_config.host_pages
@@ -112,9 +112,6 @@ class Engine:
         self.scheduler = Scheduler(self.engine_config, self.allocator, self.cache)
         self.requests: dict[int, Request] = {}
         self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
-        statics = StepStatics(model=config, engine=self.engine_config, canary=canary)
-        self._mixed_step = self._jit(functools.partial(mixed_step, statics))
-        self._decode_steps = self._jit(functools.partial(decode_steps, statics))
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -180,6 +177,11 @@ class Engine:
         del self.requests[request_id]
 
     @property
+    def compile_count(self) -> int:
+        """Programs compiled so far, shared with engines of the same statics; constant after :meth:`warm_up`."""
+        return self.compiled.compile_count
+
+    @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
@@ -236,7 +238,7 @@ class Engine:
 
     def _launch(self, batch: StepInput, bucket: Bucket, *, is_decode: bool) -> tuple[dict[str, Any], Any]:
         """Dispatch a step; the pool and the canary's state are donated and replaced."""
-        step = self._decode_steps if is_decode else self._mixed_step
+        step = self.compiled.decode if is_decode else self.compiled.mixed
         self.device.pool, self.device.canary_state, results, report = step(
             self.params, self.device.pool, self.device.canary_state, batch, pages=bucket.pages
         )
@@ -308,16 +310,6 @@ class Engine:
         events = self.monitor.observe(report)
         self.device.canary_state = self.monitor.service(self.device.canary_state)
         return events
-
-    def _jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(params: Params, pool: Any, state: Any, batch: StepInput, *, pages: int) -> Any:
-            self._count_compile()
-            return step(params, pool, state, batch, pages=pages)
-
-        return jax.jit(counted, static_argnames=("pages",), donate_argnums=(1, 2))
-
-    def _count_compile(self) -> None:
-        self.compile_count += 1
 
 
 def _check_canary(canary: Canary | None, engine_config: EngineConfig) -> None:

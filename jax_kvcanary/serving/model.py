@@ -162,6 +162,16 @@ def copy_pages(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
     return tuple(layer.at[_nowhere(dst, layer)].set(layer[src], mode="drop") for layer in pool)
 
 
+def take_page(pool: Pool, page: jax.Array) -> Pool:
+    """One page of each layer, ``[page_size, 2 * kv_heads, head_dim]``."""
+    return tuple(layer[page] for layer in pool)
+
+
+def put_page(pool: Pool, page: jax.Array, kv: Pool) -> Pool:
+    """Overwrite one page of each layer."""
+    return tuple(layer.at[page].set(rows) for layer, rows in zip(pool, kv, strict=True))
+
+
 def _nowhere(pages: jax.Array, layer: jax.Array) -> jax.Array:
     """-1 wraps to the last page, so padding becomes a page past the end, which a scatter drops."""
     return jnp.where(pages < 0, layer.shape[0], pages)

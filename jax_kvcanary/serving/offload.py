@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_kvcanary.serving.model import Pool
+from jax_kvcanary.serving.steps import CompiledSteps
 
 
 @dataclasses.dataclass
@@ -31,30 +31,20 @@ class HostPage:
 class HostStore:
     """Moves single pages between the pool and the host, outside the step."""
 
-    def __init__(self, device: DeviceState, canary: Any, *, page_size: int, on_trace: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: DeviceState, steps: CompiledSteps, canary: Any, *, page_size: int) -> None:
         self.device = device
+        self.steps = steps
         self.canary = canary
         self.page_size = page_size
 
-        def take(pool: Pool, page: jax.Array) -> Pool:
-            on_trace()
-            return tuple(layer[page] for layer in pool)
-
-        def put(pool: Pool, page: jax.Array, kv: Pool) -> Pool:
-            on_trace()
-            return tuple(layer.at[page].set(rows) for layer, rows in zip(pool, kv, strict=True))
-
-        self._take = jax.jit(take)
-        self._put = jax.jit(put, donate_argnums=0)
-
     def save(self, page: int) -> HostPage:
         """A copy of a page and its records."""
-        kv = jax.device_get(self._take(self.device.pool, np.int32(page)))
+        kv = jax.device_get(self.steps.take_page(self.device.pool, np.int32(page)))
         return HostPage(kv=tuple(np.array(rows) for rows in kv), records=self._export(page))
 
     def load(self, host: HostPage, page: int) -> bool:
         """Put a page back, bytes first, then the records, which the canary checks against them; False if they disagree."""
-        self.device.pool = self._put(self.device.pool, np.int32(page), host.kv)
+        self.device.pool = self.steps.put_page(self.device.pool, np.int32(page), host.kv)
         return self._import(host, page)
 
     def _export(self, page: int) -> dict[str, Any] | None:

@@ -54,21 +54,35 @@ def sample(
 
     def draw() -> jax.Array:
         scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
-        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
-        drawn = jax.vmap(jax.random.categorical)(keys, _keep_likely(scaled, top_k, top_p))
-        return jnp.where(temperature > 0, drawn.astype(jnp.int32), greedy)
+        noisy = _keep_likely(scaled, top_k, top_p) + gumbel_noise(seeds, positions, logits.shape[-1])
+        return jnp.where(temperature > 0, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
 
     return jax.lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
+
+
+def gumbel_noise(seeds: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise ``[bs, vocab]`` from a counter: a hash of seed, position and token, which compiles in no time."""
+    keys = _mix(_mix(seeds) ^ positions.astype(jnp.uint32))
+    bits = _mix(keys[:, None] + jnp.arange(vocab, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 on uint32: every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _keep_likely(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Logits ``[bs, vocab]`` with everything outside top-k and top-p at minus infinity."""
     vocab = logits.shape[-1]
-    ordered = -jnp.sort(-logits, axis=-1)
+    ascending = jnp.sort(logits, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    kth = jnp.take_along_axis(ordered, (k - 1)[:, None], axis=-1)
-    probabilities = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of the tokens that are likelier
-    count = jnp.sum(before < top_p[:, None], axis=-1)
-    threshold = jnp.take_along_axis(ordered, jnp.clip(count - 1, 0, vocab - 1)[:, None], axis=-1)
+    kth = jnp.take_along_axis(ascending, (vocab - k)[:, None], axis=-1)
+    mass = jnp.where(ascending >= kth, jnp.exp(ascending - ascending[:, -1:]), 0)
+    upto = jnp.cumsum(mass, axis=-1)  # of a token and all less likely ones
+    outside = jnp.sum(upto <= (1 - top_p[:, None]) * upto[:, -1:], axis=-1, keepdims=True)  # too unlikely for top-p
+    threshold = jnp.take_along_axis(ascending, jnp.minimum(outside, vocab - 1), axis=-1)
     return jnp.where(logits >= jnp.maximum(kth, threshold), logits, -jnp.inf)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
@@ -12,82 +10,11 @@ import numpy as np
 
 from jax_kvcanary.serving.config import EngineConfig
 from jax_kvcanary.serving.pages import DUMMY_PAGE, PageAllocator
+from jax_kvcanary.serving.plan import Entry, Request, Status, StepPlan
 from jax_kvcanary.serving.prefix_cache import Node, PrefixCache
 from jax_kvcanary.serving.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-class Status(enum.Enum):
-    """Where a request stands; the last four are final."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    DROPPED = "dropped"
-    FAILED = "failed"
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A request and where its K and V lie.
-
-    tokens: prompt and output so far. computed: leading tokens whose K and V are written. pages: those that hold them, in order.
-    row: of the token table, 0 when not running. siblings: parallel samples that fork off once the prompt is computed.
-    """
-
-    request_id: int
-    prompt: list[int]
-    sampling: SamplingParams
-    namespace: int
-    arrival: int
-    tokens: list[int]
-    status: Status = Status.WAITING
-    row: int = 0
-    computed: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
-    siblings: list[Request] = dataclasses.field(default_factory=list)
-    finish_reason: str = ""
-    cached_tokens: int = 0
-    preemptions: int = 0
-    recomputes: int = 0
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def pending(self) -> int:
-        """Tokens whose K and V are not written yet; 1 in decode."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def remaining(self) -> int:
-        """Tokens still to be sampled."""
-        return self.sampling.max_new_tokens - (len(self.tokens) - len(self.prompt))
-
-    @property
-    def is_done(self) -> bool:
-        return self.status not in (Status.WAITING, Status.RUNNING)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One request of a step and how many of its tokens go in."""
-
-    request: Request
-    extend: int
-
-
-@dataclasses.dataclass(frozen=True)
-class StepPlan:
-    """entries: in batch order. copies: pages (from, to) to copy before the step. num_steps: above 1 only for decode."""
-
-    entries: list[Entry]
-    copies: list[tuple[int, int]]
-    num_steps: int
-    is_decode: bool
 
 
 class Scheduler:
@@ -158,6 +85,7 @@ class Scheduler:
         """Never use these pages again, and forget what the cache has in and after them."""
         for page in pages:
             if page != DUMMY_PAGE:
+                logger.warning("serving=quarantine page=%d holders=%d", page, self.allocator.refcounts[page])
                 self.allocator.quarantine(page)
                 self.cache.cut(page)
 
@@ -243,15 +171,23 @@ class Scheduler:
         if not self.config.prefix_caching:
             return
         match = self.cache.match(request.tokens[:-1], namespace=request.namespace)
-        nodes = [*match.nodes, match.partial] if match.partial is not None else match.nodes
-        with _locked(nodes):
-            for node in match.nodes:
-                if not self._take_node(request, node):
-                    return
-                request.computed += self.config.page_size
-            if match.partial is not None and self._take_node(request, match.partial):
-                request.computed += match.partial_tokens
+        with _locked([*match.nodes, match.partial]):
+            if self._take_nodes(request, match.nodes) and match.partial is not None:
+                self._take_partial(request, match.partial, match.partial_tokens)
         request.cached_tokens = request.computed
+
+    def _take_nodes(self, request: Request, nodes: Sequence[Node]) -> bool:
+        """Take over whole pages; False if one could not be had, then the prefix ends before it."""
+        for node in nodes:
+            if not self._take_node(request, node):
+                return False
+            request.computed += self.config.page_size
+        return True
+
+    def _take_partial(self, request: Request, node: Node, tokens: int) -> None:
+        """Take over a page of which only the leading tokens are wanted; it is copied before the first write."""
+        if self._take_node(request, node):
+            request.computed += tokens
 
     def _take_node(self, request: Request, node: Node) -> bool:
         """Hold a cached page, after it was brought back from the host if need be."""
@@ -270,6 +206,7 @@ class Scheduler:
         if self.cache.load_back(node, page):
             return True
         self.load_failures += 1
+        logger.warning("serving=load_back_failed page=%d", page)
         self.allocator.drop(page)
         return False
 
@@ -444,8 +381,8 @@ class Scheduler:
 class _locked:
     """Keeps nodes of the cache from being evicted or dropped."""
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self.nodes = list(nodes)
+    def __init__(self, nodes: Iterable[Node | None]) -> None:
+        self.nodes = [node for node in nodes if node is not None]
 
     def __enter__(self) -> None:
         for node in self.nodes:

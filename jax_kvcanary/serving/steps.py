@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_kvcanary.batch import CanaryBatch
 from jax_kvcanary.serving.batching import StepInput
 from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
-from jax_kvcanary.serving.model import Params, Pool, copy_pages, forward, page_table
+from jax_kvcanary.serving.model import Params, Pool, copy_pages, forward, page_table, put_page, take_page
 from jax_kvcanary.serving.sampling import sample
 
 VERDICT_BAD = 2
@@ -21,11 +21,52 @@ VERDICT_BAD = 2
 
 @dataclasses.dataclass(frozen=True)
 class StepStatics:
-    """What a step is compiled for, besides its shapes. canary: a ``Canary`` or None."""
+    """What a step is compiled for, besides its shapes. canary: a ``Canary`` or None. max_steps: of the decode loop."""
 
     model: LlamaConfig
-    engine: EngineConfig
     canary: Any
+    page_size: int
+    max_steps: int
+    eos_token_ids: tuple[int, ...]
+    stop_on_bad: bool
+
+    @classmethod
+    def of(cls, model: LlamaConfig, engine: EngineConfig, canary: Any) -> StepStatics:
+        return cls(
+            model=model,
+            canary=canary,
+            page_size=engine.page_size,
+            max_steps=engine.decode_steps,
+            eos_token_ids=engine.eos_token_ids,
+            stop_on_bad=engine.on_bad != "ignore",
+        )
+
+
+class CompiledSteps:
+    """The jitted functions of an engine, and how many programs they were compiled to. The pool and the canary's state are donated.
+
+    Engines of equal statics share them, see :func:`compiled_steps`.
+    """
+
+    def __init__(self, statics: StepStatics) -> None:
+        self.compile_count = 0
+        self.mixed = self._jit(functools.partial(mixed_step, statics), donate=(1, 2), static=("pages",))
+        self.decode = self._jit(functools.partial(decode_steps, statics), donate=(1, 2), static=("pages",))
+        self.take_page = self._jit(take_page)
+        self.put_page = self._jit(put_page, donate=(0,))
+
+    def _jit(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.compile_count += 1  # runs when traced
+            return function(*args, **kwargs)
+
+        return jax.jit(counted, donate_argnums=donate, static_argnames=static)
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_steps(statics: StepStatics) -> CompiledSteps:
+    """The jitted functions for some statics."""
+    return CompiledSteps(statics)
 
 
 def canary_batch(statics: StepStatics, batch: StepInput) -> CanaryBatch:
@@ -52,7 +93,7 @@ def canary_batch(statics: StepStatics, batch: StepInput) -> CanaryBatch:
 
 def pages_in_canary_units(statics: StepStatics) -> Callable[[jax.Array], jax.Array]:
     """How moved pages are announced: as pages if the canary counts in pages of this size, else as their slots."""
-    page_size = statics.engine.page_size
+    page_size = statics.page_size
     if statics.canary.copy_page_size == page_size:
         return lambda pages: pages
     return functools.partial(slots_of_pages, page_size=page_size)
@@ -83,7 +124,7 @@ def guarded_forward(
         input_ids=batch.input_ids,
         positions=batch.positions,
         out_cache_loc=batch.out_cache_loc,
-        pages=page_table(batch.req_to_token, batch.req_pool_indices, page_size=statics.engine.page_size, pages=pages),
+        pages=page_table(batch.req_to_token, batch.req_pool_indices, page_size=statics.page_size, pages=pages),
         prefix_lens=batch.prefix_lens,
         extend_lens=batch.extend_lens,
         max_extend=max_extend,
@@ -118,7 +159,7 @@ def decode_steps(
     pool = copy_pages(pool, batch.copy_src, batch.copy_dst)
     verdict, report = blank_results(statics, pool, state, batch)
     rows = {"tokens": jnp.zeros_like(batch.req_pool_indices), "verdict": verdict}
-    results = jax.tree.map(lambda x: jnp.zeros((statics.engine.decode_steps, *x.shape), x.dtype), rows)
+    results = jax.tree.map(lambda x: jnp.zeros((statics.max_steps, *x.shape), x.dtype), rows)
 
     def running(carry: tuple[Any, ...]) -> jax.Array:
         step, stop = carry[:2]
@@ -173,8 +214,8 @@ def next_slots(batch: StepInput, prefix_lens: jax.Array) -> jax.Array:
 
 def must_stop(statics: StepStatics, batch: StepInput, tokens: jax.Array, verdict: Any) -> jax.Array:
     """Whether a request of the batch has reached its end, or is bad and must not go on."""
-    stop = jnp.isin(tokens, jnp.array(statics.engine.eos_token_ids, jnp.int32))
-    if verdict is not None and statics.engine.on_bad != "ignore":
+    stop = jnp.isin(tokens, jnp.array(statics.eos_token_ids, jnp.int32))
+    if verdict is not None and statics.stop_on_bad:
         stop |= verdict.verdict == VERDICT_BAD
     return jnp.any(stop & (batch.extend_lens > 0))
 

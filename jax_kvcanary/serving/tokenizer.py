@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_kvcanary.serving.weights import require, smollm2_path
+from jax_kvcanary.serving.weights import open_gguf, require, smollm2_path
 
 _SPECIAL = 3  # token type of control tokens in GGUF
 _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -20,7 +20,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path | str) -> None:
-        fields = require("gguf").GGUFReader(path).fields
+        fields = open_gguf(path).fields
         vocabulary = fields["tokenizer.ggml.tokens"].contents()
         types = fields["tokenizer.ggml.token_type"].contents()
         self.eos_token_id = int(fields["tokenizer.ggml.eos_token_id"].contents())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from pathlib import Path
@@ -82,6 +83,12 @@ def smollm2_path() -> Path:
     raise ImportError(f"{SMOLLM2_PACKAGE} is installed without its .gguf file")
 
 
+@functools.lru_cache(maxsize=1)
+def open_gguf(path: Path | str) -> Any:
+    """The reader of a GGUF file; weights and tokenizer share it, as its index takes seconds to read."""
+    return require("gguf").GGUFReader(path)
+
+
 def load_gguf(path: Path | str) -> tuple[LlamaConfig, Params]:
     """Config and float32 weights of a Llama model in a GGUF file, whose q and k are ordered for RoPE on neighbouring pairs.
 
@@ -90,7 +97,7 @@ def load_gguf(path: Path | str) -> tuple[LlamaConfig, Params]:
       ValueError: the file holds another architecture.
     """
     gguf = require("gguf")
-    reader = gguf.GGUFReader(path)
+    reader = open_gguf(path)
     config = _read_config(reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
