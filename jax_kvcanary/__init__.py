@@ -11,7 +11,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jax_kvcanary.backend import BackendInfo, backend_info
 from jax_kvcanary.batch import CanaryBatch
 from jax_kvcanary.canary import Canary, Coverage, PoolGroup
-from jax_kvcanary.canary_state import CanaryReport, CanaryState, CanaryVerdict
+from jax_kvcanary.canary_state import CanaryReport, CanaryState, CanaryVerdict, SweepPortion
 from jax_kvcanary.capacities import CanaryLaunchCapacities
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.digest import (
@@ -117,6 +117,7 @@ __all__ = [
     "ScatterResult",
     "ShardedOps",
     "SourceName",
+    "SweepPortion",
     "TaggedLog",
     "TakenRecords",
     "Verdict",

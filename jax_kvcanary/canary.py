@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_kvcanary import moves, ops, report_header, spec, validation
 from jax_kvcanary.batch import CanaryBatch, optional_pairs, slots_at, token_places
-from jax_kvcanary.canary_state import COUNTERS, CanaryReport, CanaryState, CanaryVerdict
+from jax_kvcanary.canary_state import COUNTERS, CanaryReport, CanaryState, CanaryVerdict, SweepPortion
 from jax_kvcanary.capacities import CanaryLaunchCapacities
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.digest import append_rows
@@ -27,15 +27,14 @@ from jax_kvcanary.report_header import CONTEXT_WORDS
 from jax_kvcanary.sharding import pack_verdicts, unpack_verdicts
 from jax_kvcanary.sources import RealKvSource
 from jax_kvcanary.spec import CanaryLaunchTag, Column, RealKvHashMode, RecordFlag, Verdict
-from jax_kvcanary.state import Array, Plan, VerifyResult, ViolationLog, WritePlan, allocate_records, allocate_source_tags
+from jax_kvcanary.state import Array, Plan, VerifyPlan, VerifyResult, ViolationLog, WritePlan, allocate_records, allocate_source_tags
 from jax_kvcanary.tables import ResolvedTable, resolve_table
 
 logger = logging.getLogger(__name__)
 
 _STEP, _EPOCH, _UNATTESTED, _UNATTESTED_HIGH, _ARMED_STEPS, _BATCH_SIZE = range(len(COUNTERS))
-_LAUNCHES = ("head", "tail")
-_FULL_TAGS = {"head": CanaryLaunchTag.HEAD_K_FULL, "tail": CanaryLaunchTag.TAIL_K_FULL}
-_SWA_TAGS = {"head": CanaryLaunchTag.HEAD_K_SWA, "tail": CanaryLaunchTag.TAIL_K_SWA}
+_FULL_TAGS = {"head": CanaryLaunchTag.HEAD_K_FULL, "tail": CanaryLaunchTag.TAIL_K_FULL, "sweep": CanaryLaunchTag.SWEEP_K_FULL}
+_SWA_TAGS = {"head": CanaryLaunchTag.HEAD_K_SWA, "tail": CanaryLaunchTag.TAIL_K_SWA, "sweep": CanaryLaunchTag.SWEEP_K_SWA}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +94,13 @@ class _Group:
     sources: tuple[RealKvSource, ...]
     labels: tuple[str, ...]
     leading: int
+    sweeps: bool
 
     @property
     def tags(self) -> dict[str, CanaryLaunchTag]:
-        return _SWA_TAGS if self.mapped else _FULL_TAGS
+        """Launch tags of head, tail and, where there are sweeps, sweep."""
+        every = _SWA_TAGS if self.mapped else _FULL_TAGS
+        return {launch: tag for launch, tag in every.items() if launch != "sweep" or self.sweeps}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -483,6 +485,69 @@ class Canary:
             state, _ = self._write(kv, state, step, group, flags=RecordFlag.ADOPTED)
         return state
 
+    def sweep(self, kv: Any, state: CanaryState, portion: SweepPortion, *, group: str | None = None) -> tuple[CanaryState, jax.Array]:
+        """Verify idle cached slots with all their bytes: in a step, or between steps.
+
+        **Use the returned state, or jit removes the check.** Call it where nothing writes the pool between it and the step.
+
+        Args:
+          kv: the pool, only read.
+          state: of the canary, whose config has a ``sweep_capacity``.
+          portion: at most that many slots.
+          group: whose slots they are.
+
+        Returns:
+          The state, and int32 ``[n]`` a :class:`Verdict` of each entry; 0 for padding.
+        """
+        self._check_state(state)
+        size = validation.shape_of(portion.slots)[0]
+        if not self.enabled:
+            return state, jnp.zeros((size,), jnp.int32)
+        if size > self.config.sweep_capacity:
+            raise validation.error(f"portion has {size} slots, the config's sweep_capacity is {self.config.sweep_capacity}")
+        held = self._named(group)
+        tag, reads = held.tags["sweep"], self._mode != RealKvHashMode.NONE
+        slots = validation.int_array("portion.slots", portion.slots, (size,), pairs=False)
+        used = slots != -1
+        number = jnp.cumsum(used, dtype=jnp.int32)
+        order = jnp.argsort(~used, stable=True)  # padding last, so that a count tells how many there are
+        every = jnp.arange(size, dtype=jnp.int32)
+        fields = {
+            name: validation.int_array(f"portion.{name}", getattr(portion, name), (size,), pairs=False)[order]
+            for name in ("positions", "prev_slots", "tokens")
+        }
+        spaces = optional_pairs(portion.namespaces)
+        assert state.counters is not None
+        result = ops.verify(
+            records=state.records[held.name],
+            log=state.log[tag],
+            plan=VerifyPlan(
+                slot_indices=slots[order],
+                expected_tokens=fields["tokens"],
+                expected_positions=fields["positions"],
+                prev_slot_indices=fields["prev_slots"],
+                batch_rows=every,
+                num_valid=number[-1:] if size else jnp.zeros((1,), jnp.int32),
+                enable=jnp.ones((1,), jnp.int32),
+                row_status=jnp.zeros((size,), jnp.int32),
+                req_pool_indices=jnp.full((size,), -1, jnp.int32),
+            ),
+            launch_tag=tag,
+            real_kv_hash_mode=self._mode,
+            real_kv_sources=held.sources if reads else (),
+            real_kv_buffers=held.pool.buffers(kv) if reads else (),
+            source_tags=state.source_tags[held.name] if reads else None,
+            check_verify_expected_token=True,
+            namespaces=None if spaces is None else spaces[order],
+            step=jnp.asarray(state.counters)[_STEP],
+            padding_slot=held.padding_slot,
+            implementation=self.config.implementation,
+            strict=self.config.strict,
+        )
+        state = dataclasses.replace(state, log=state.log.replace(tag, result.log))
+        verdicts = jnp.zeros((size,), jnp.int32).at[order].set(jnp.asarray(result.verdict))
+        return self._capture_sweep(state, held), verdicts
+
     # ------------------------------------------------------------------------------------------ launches
 
     @property
@@ -818,18 +883,28 @@ class Canary:
             seen = seen.at[place].set(jnp.asarray(log.write_index)[0])
         return dataclasses.replace(state, contexts=tuple(contexts), seen=seen)
 
+    def _capture_sweep(self, state: CanaryState, group: _Group) -> CanaryState:
+        """The records of the slots that a sweep has reported; there is no request."""
+        tag = group.tags["sweep"]
+        place, log = self.parts.index(tag), state.log[tag]
+        assert state.seen is not None
+        ring = jnp.asarray(log.ring)
+        index = jnp.arange(ring.shape[0], dtype=jnp.int32)
+        fresh = (index >= state.seen[place]) & (index < jnp.asarray(log.write_index)[0])
+        record = _rows_at(jnp.asarray(state.records[group.name]), _low_signed(ring, Column.SLOT))[:, :16]
+        made = jnp.pad(record, ((0, 0), (0, CONTEXT_WORDS - record.shape[1])))
+        contexts = list(state.contexts)
+        contexts[place] = jnp.where(fresh[:, None], made, contexts[place])
+        seen = jnp.asarray(state.seen).at[place].set(jnp.asarray(log.write_index)[0])
+        return dataclasses.replace(state, contexts=tuple(contexts), seen=seen)
+
     def _context(self, state: CanaryState, step: _Step, group: _Group, log: ViolationLog, known: Array, seen: jax.Array) -> jax.Array:
         ring, records = jnp.asarray(log.ring), jnp.asarray(state.records[group.name])
         (rows,) = ring.shape[:1]
         index = jnp.arange(rows, dtype=jnp.int32)
         fresh = (index >= seen) & (index < jnp.asarray(log.write_index)[0])
 
-        def signed(column: Column) -> jax.Array:
-            """The low words of a column, where the high ones agree; else -2."""
-            low, high = (jax.lax.bitcast_convert_type(ring[:, 2 * column + k], jnp.int32) for k in (0, 1))
-            return jnp.where((low >> 31) == high, low, -2)
-
-        slot, row, position = signed(Column.SLOT), signed(Column.BATCH_ROW), signed(Column.EXPECTED_POSITION)
+        slot, row, position = (_low_signed(ring, column) for column in (Column.SLOT, Column.BATCH_ROW, Column.EXPECTED_POSITION))
         record = _rows_at(records, slot)
         row_known = (row >= 0) & (row < step.bs)
         at = jnp.where(row_known, row, step.bs)
@@ -864,7 +939,9 @@ class Canary:
         )
         bad = {}
         for group in self._groups:
-            found = [_new_slots(before[tag], state.log[tag], self.config.quarantine) for tag in group.tags.values()]
+            found = [
+                _new_slots(before[group.tags[launch]], state.log[group.tags[launch]], self.config.quarantine) for launch in ("head", "tail")
+            ]
             if earlier is not None:
                 found.insert(0, jnp.asarray(earlier.bad_slots[group.name]))
             together = jnp.concatenate(found)
@@ -986,6 +1063,7 @@ def _make_group(
         sources=tuple(sources),
         labels=tuple(labels),
         leading=len(leading) if config.real_kv != "none" else 0,
+        sweeps=config.sweep_capacity > 0,
     )
 
 
@@ -1003,6 +1081,12 @@ def _distinct(groups: Iterable[PoolGroup]) -> tuple[PoolGroup, ...]:
     if mapped.count(True) > 1 or mapped.count(False) > 1:
         raise validation.error("groups must be at most one pool with the slots of the table and one with a mapping")
     return held
+
+
+def _low_signed(ring: jax.Array, column: Column) -> jax.Array:
+    """A column of a ring as int32 where its values fit, else -2."""
+    low, high = (jax.lax.bitcast_convert_type(ring[:, 2 * column + k], jnp.int32) for k in (0, 1))
+    return jnp.where((low >> 31) == high, low, -2)
 
 
 def _new_slots(before: ViolationLog, after: ViolationLog, room: int) -> jax.Array:

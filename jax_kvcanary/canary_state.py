@@ -64,3 +64,18 @@ class CanaryReport:
     header: Array
     rows: Array
     context: Array
+
+
+@pytree_dataclass
+class SweepPortion:
+    """Idle cached slots to verify, padded with -1 to the config's ``sweep_capacity``; int32, or int64 with x64.
+
+    slots: ``[n]``. positions: ``[n]``. prev_slots: ``[n]`` slot of the predecessor, -1 for the head of a chain.
+    tokens: ``[n]`` as the prefix cache knows them, -1 where it does not. namespaces: ``[n]`` or ``[n, 2]``, None: all 0.
+    """
+
+    slots: Array
+    positions: Array
+    prev_slots: Array
+    tokens: Array
+    namespaces: Array | None = None

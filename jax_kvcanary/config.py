@@ -34,6 +34,7 @@ class CanaryConfig:
       strict: a prefix that was never stamped is a violation; else it is unattested: counted, and adopted where there is room.
       adopt_capacity: slots of unattested prefixes that a step can adopt; 0 adopts none.
       ring_capacity: violation rows that each launch tag has room for until the log is cleared.
+      sweep_capacity: idle cached slots that one :meth:`Canary.sweep` checks; 0: there are no sweeps.
       quarantine: bad slots that a step's verdict has room for.
       implementation: "auto", "ffi" or "jax", see :func:`verify`.
 
@@ -56,6 +57,7 @@ class CanaryConfig:
     strict: bool = False
     adopt_capacity: int = 0
     ring_capacity: int = 256
+    sweep_capacity: int = 0
     quarantine: int = 64
     implementation: str = "auto"
 
@@ -66,7 +68,7 @@ class CanaryConfig:
                 raise validation.type_error(f"{name} must be a str, got {type(value).__name__}")
             if value not in allowed:
                 raise validation.error(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        for name in ("partial_layers", "verify_every", "adopt_capacity", "ring_capacity", "quarantine"):
+        for name in ("partial_layers", "verify_every", "adopt_capacity", "ring_capacity", "sweep_capacity", "quarantine"):
             object.__setattr__(self, name, validation.static_capacity(name, getattr(self, name)))
         for name in ("input_asserts", "position_asserts", "token_asserts", "strict"):
             object.__setattr__(self, name, validation.static_bool(name, getattr(self, name)))

@@ -25,6 +25,7 @@ from jax_kvcanary import (
     Layout,
     PoolGroup,
     RowTable,
+    SweepPortion,
     Verdict,
     decode_log,
 )
@@ -715,3 +716,34 @@ def test_bad_use_is_named() -> None:
             make_pool(), canary.init(), batch, canary.head(make_pool(), canary.init(), batch)[2],
             new_kv=[row[:4] for row in new_rows(batch, LAYERS)], new_kv_layout=ROW_LAYOUT,
         )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- sweeps
+
+
+def test_sweeps_find_what_no_request_reads() -> None:
+    canary = make(CanaryConfig(strict=True, sweep_capacity=6))
+    run = Run(canary)
+    run.prefill()
+    sweep = jax.jit(canary.sweep)
+    portion = SweepPortion(
+        slots=np.array([4, -1, 5, 12, 6, -1]),
+        positions=np.array([0, -1, 1, 0, 2, -1]),
+        prev_slots=np.array([-1, -1, 4, -1, 5, -1]),
+        tokens=np.array([11, -1, 12, 21, -1, -1]),
+    )
+    state, verdicts = sweep(run.kv, run.state, portion)
+    assert verdicts.tolist() == [1, 0, 1, 1, 1, 0]
+    run.change(2, 5, 3)
+    wrong = dataclasses.replace(portion, tokens=np.array([11, -1, 12, 99, -1, -1]))
+    state, verdicts = sweep(run.kv, state, wrong)
+    assert verdicts.tolist() == [1, 0, 2, 2, 1, 0]
+    labels = canary.source_labels(CanaryLaunchTag.SWEEP_K_FULL)
+    found = decode_log(state.log[CanaryLaunchTag.SWEEP_K_FULL], source_names=labels).violations
+    assert {(row.slot, row.reasons) for row in found} == {(5, FailReason.VERIFY_REAL_KV_HASH), (12, FailReason.VERIFY_TOKEN)}
+    assert next(row for row in found if row.slot == 5).source_name == "layer 2 V"
+    report = canary.report(state)
+    place = canary.parts.index(CanaryLaunchTag.SWEEP_K_FULL)
+    assert {int(report.context[place, row, 8]) for row in range(2)} == {1001, 1002}
+    with pytest.raises(ValueError, match="portion has 6 slots, the config's sweep_capacity is 0"):
+        make().sweep(run.kv, make().init(), portion)
