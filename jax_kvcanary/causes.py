@@ -23,8 +23,10 @@ _CHAIN, _POSITION, _TOKEN = (
     int(FailReason.VERIFY_TOKEN),
 )
 _BYTES, _UNWRITTEN = int(FailReason.VERIFY_REAL_KV_HASH), int(FailReason.UNWRITTEN)
-_WRITE = int(FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION)
-_RANGE = int(FailReason.SLOT_OUT_OF_RANGE | FailReason.TABLE_OUT_OF_RANGE)
+_WRITE_TOKEN, _WRITE_POSITION = int(FailReason.WRITE_TOKEN), int(FailReason.WRITE_POSITION)
+_WRITE = _WRITE_TOKEN | _WRITE_POSITION
+_TABLE_RANGE, _RANK = int(FailReason.TABLE_OUT_OF_RANGE), int(FailReason.RANK_DIGEST)
+_RANGE = int(FailReason.SLOT_OUT_OF_RANGE) | _TABLE_RANGE
 RECORD_BITS: Final = _CHAIN | _POSITION | _TOKEN | _UNWRITTEN
 """Reason bits that speak of a slot's record: its successor cannot chain to it."""
 
@@ -107,10 +109,23 @@ class Finding:
     writer_step: int
 
 
+Crossings = dict[tuple[int, int, int, int], RowFacts]
+"""Rows by reader, writer, position of the record, and position where it is read: a request in the slot of another."""
+
+
+def crossings(rows: Iterable[RowFacts]) -> Crossings:
+    """Rows that show a request the record of another one, for many calls of :func:`classify` on one step, group and shard."""
+    return {
+        (row.reader, row.writer, row.position, row.expected_position): row
+        for row in rows
+        if row.reasons & RECORD_BITS and row.reader and row.writer and row.writer != row.reader
+    }
+
+
 def classify(
     rows: Sequence[RowFacts],
     *,
-    others: Iterable[RowFacts] = (),
+    others: Iterable[RowFacts] | Crossings = (),
     history: TableHistory | None = None,
     holders: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     complete: bool = True,
@@ -119,7 +134,7 @@ def classify(
 
     Args:
       rows: all of them together: what a row means depends on its neighbours.
-      others: rows of other requests in that step; rows of these may be among them.
+      others: rows of other requests in that step, rows of these may be among them; or :func:`crossings` of all.
       history: the host's tables of the group.
       holders: who holds a slot by ``history``, as :meth:`TableHistory.holders` returns it; None asks it.
       complete: no row of the step is missing. Without it, a row that may go on with the fault of one before it stays UNKNOWN.
@@ -143,7 +158,7 @@ class _Reader:
     def __init__(
         self,
         rows: Sequence[RowFacts],
-        others: Iterable[RowFacts],
+        others: Iterable[RowFacts] | Crossings,
         history: TableHistory | None,
         holders: Mapping[int, Sequence[tuple[int, int]]] | None,
         complete: bool,
@@ -159,7 +174,7 @@ class _Reader:
                 before = self.at.get(row.expected_position)
                 if before is None or (row.reasons & RECORD_BITS).bit_count() > (rows[before].reasons & RECORD_BITS).bit_count():
                     self.at[row.expected_position] = number
-        self.others = [other for other in others if other.reasons & RECORD_BITS] if self.at else []
+        self.others = others if isinstance(others, dict) else crossings(others)
         self.order = sorted(self.at)
         self.done: dict[int, Finding] = {}
 
@@ -181,7 +196,7 @@ class _Reader:
     def _read(self, number: int) -> Finding:
         row = self.rows[number]
         reasons = row.reasons
-        if reasons & FailReason.RANK_DIGEST:
+        if reasons & _RANK:
             return self._own(number, Cause.RANK, "ranks that must hold the same chain report different digests")
         if reasons & LANDING:
             return self._own(number, Cause.WRITE_NOT_LANDED, "the bytes handed to the writer are not those in the pool")
@@ -213,7 +228,7 @@ class _Reader:
 
     def _out_of_range(self, number: int) -> Finding:
         row = self.rows[number]
-        if row.reasons & FailReason.TABLE_OUT_OF_RANGE:
+        if row.reasons & _TABLE_RANGE:
             return self._own(number, Cause.OUT_OF_RANGE, "the table row, the length or the segment of the request is out of range")
         before = self.at.get(row.expected_position - 1)
         if row.slot >= 0 and before is not None and before in self.done and self.rows[before].reasons & _RANGE:
@@ -239,14 +254,14 @@ class _Reader:
     def _input(self, number: int) -> Finding:
         row = self.rows[number]
         before = self.at.get(row.expected_position - 1)
-        if not row.reasons & FailReason.WRITE_TOKEN and before is not None and self.rows[before].reasons & (_POSITION | _UNWRITTEN):
+        if not row.reasons & _WRITE_TOKEN and before is not None and self.rows[before].reasons & (_POSITION | _UNWRITTEN):
             return self._follows(
                 number, before, f"it was compared with its predecessor (position {row.expected_position - 1}), which is bad"
             )
         words = []
-        if row.reasons & FailReason.WRITE_TOKEN:
+        if row.reasons & _WRITE_TOKEN:
             words.append(f"token {row.token} was given to the step, the scheduler has {row.expected_token}")
-        if row.reasons & FailReason.WRITE_POSITION:
+        if row.reasons & _WRITE_POSITION:
             shift = row.position - row.expected_position
             words.append(f"position {row.position} was given to the step, {row.expected_position} was due ({shift:+d})")
         return self._own(number, Cause.WRONG_INPUT, *words)
@@ -361,22 +376,13 @@ class _Reader:
             return None
         partner: RowFacts | None = None
         if row.reasons & _POSITION and row.position in self.at:
-            other = self.rows[self.at[row.position]]
-            if other.position == row.expected_position and other.reasons & _POSITION and other.slot != row.slot:
-                partner = other
+            at_place = self.rows[self.at[row.position]]
+            if at_place.position == row.expected_position and at_place.reasons & _POSITION and at_place.slot != row.slot:
+                partner = at_place
         if partner is None and row.reader and row.writer not in (0, row.reader):
-            for other in self.others:
-                crossed = (
-                    other.reader == row.writer and other.writer == row.reader and other.shard == row.shard and other.group == row.group
-                )
-                if (
-                    crossed
-                    and other.position == row.expected_position
-                    and row.position == other.expected_position
-                    and other.slot != row.slot
-                ):
-                    partner = other
-                    break
+            other = self.others.get((row.writer, row.reader, row.expected_position, row.position))
+            if other is not None and other.slot != row.slot:
+                partner = other
         if partner is None:
             return None
         whose = "" if partner.request == row.request else f" of request {partner.reader}"

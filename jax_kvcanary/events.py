@@ -120,10 +120,10 @@ class Event:
         if self.root is not None:
             yield f"follows from the violation at slot {self.root.slot} (position {self.root.position}): {'; '.join(self.evidence)}"
             return
-        yield self.violation.describe()
         if self.run is not None:
             yield f"goes on with the fault that begins at slot {self.run.slot} (position {self.run.position}): {self.cause.words}"
             return
+        yield self.violation.describe()
         where = "" if self.cause_position in (None, self.position) else f" of the slot at position {self.cause_position}"
         yield f"looks like: {self.cause.words}{where}; {'; '.join(self.evidence)}"
         if self.run_length > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary import validation
-from jax_kvcanary.causes import Finding, classify
+from jax_kvcanary.causes import Crossings, Finding, classify, crossings
 from jax_kvcanary.events import Event, KvCanaryError, reason_names
 from jax_kvcanary.history import TableHistory
 from jax_kvcanary.report_header import (
@@ -111,6 +111,8 @@ class _Told:
     keys: list[tuple[Any, ...]]
     order: collections.deque[int]
     sharers: dict[int, list[tuple[int, int]]]
+    echoes: dict[int, list[int]]
+    runs: collections.Counter[int]
     made: dict[int, Event]
 
 
@@ -149,8 +151,8 @@ class Monitor:
         on_event: Callable[[Event], Any] | None = None,
         tables: TableHistory | Mapping[str, TableHistory] | None = None,
         page_size: int | None = None,
-        max_rows: int = 128,
-        max_events: int = 24,
+        max_rows: int = 64,
+        max_events: int = 12,
         max_waiting: int = 16384,
         repeat_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -549,12 +551,20 @@ class Monitor:
         for group, history in self._tables.items():
             slots = [row.slot for rows, _ in fresh for row in rows if row.group == group]
             held[group] = history.holders(slots, step=facts[-1].step) if slots else {}
+        made: dict[tuple[Any, ...], Crossings] = {}
+
+        def crossed(row: RowFacts) -> Crossings:
+            key = (row.step, row.group, row.shard)
+            if key not in made:
+                made[key] = crossings(steps[key])
+            return made[key]
+
         for rows, keys in fresh:
             first = rows[0]
             known_holders = held.get(first.group, {})
             findings = classify(
                 rows,
-                others=steps[first.step, first.group, first.shard],
+                others=crossed(first),
                 history=self._tables.get(first.group),
                 holders=known_holders,
                 complete=chunk.complete,
@@ -562,10 +572,16 @@ class Monitor:
             order = sorted(range(len(rows)), key=lambda i: (findings[i].root is not None, rows[i].expected_position))
             sharers = {}
             for i, row in enumerate(rows):
-                others = dict(readers.get((row.group, row.shard, row.slot), {})) | dict(known_holders.get(row.slot, ()))
-                others.pop(row.reader, None)
-                sharers[i] = sorted(others.items())
-            self._untold.append(_Told(rows, findings, keys, collections.deque(order), sharers, {}))
+                others = readers.get((row.group, row.shard, row.slot), {})
+                if len(others) > (row.reader in others) or row.slot in known_holders:
+                    others = others | dict(known_holders.get(row.slot, ()))
+                    sharers[i] = sorted(other for other in others.items() if other[0] != row.reader)
+            echoes: dict[int, list[int]] = {}
+            for i, finding in enumerate(findings):
+                if finding.root is not None:
+                    echoes.setdefault(finding.root, []).append(i)
+            runs = collections.Counter(finding.run for finding in findings if finding.root is None)
+            self._untold.append(_Told(rows, findings, keys, collections.deque(order), sharers, echoes, runs, {}))
 
     def _tell_next(self, of: _Told, told: list[Event]) -> None:
         number = of.order.popleft()
@@ -583,12 +599,12 @@ class Monitor:
             logger.warning("%s", event.line())
             return
         self._found += 1
-        for echo, found in enumerate(of.findings):
-            if found.root == number and echo not in of.made and of.keys[echo] not in self._known:
+        for echo in of.echoes.get(number, ()):
+            if echo not in of.made and of.keys[echo] not in self._known:
                 follows = of.made[echo] = self._make(of, echo, of.keys[echo])
                 follows.root = event
                 event.echoes.append(follows)
-        event.run_length = max(1, sum(found.root is None and found.run == number for found in of.findings))
+        event.run_length = max(1, of.runs[number])
         if finding.run != number:
             event.run = of.made.get(finding.run)
         self._tell(event, told)
@@ -597,7 +613,7 @@ class Monitor:
         row = of.rows[number]
         labels = self._labels.get(row.tag, ())  # type: ignore[call-overload]
         event = Event.of_row(
-            row, of.findings[number], name=self.canary.name, labels=labels, page_size=self.page_size, sharers=of.sharers[number]
+            row, of.findings[number], name=self.canary.name, labels=labels, page_size=self.page_size, sharers=of.sharers.get(number, ())
         )
         self._known[key] = event
         if len(self._known) > _KNOWN_EVENTS:

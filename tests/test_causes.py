@@ -312,7 +312,7 @@ def test_history_is_bounded() -> None:
     ],
 )
 def test_history_refuses(arguments: dict, text: str) -> None:
-    with pytest.raises(ValueError, match=f"^kv-canary: .*{text}"):
+    with pytest.raises(ValueError, match=rf"^kv-canary: .*{text}"):
         TableHistory().record(1, **arguments)
 
 
