@@ -111,13 +111,19 @@ class GroupsState:
 
 @pytree_dataclass
 class GroupsVerifyResult:
-    """State to thread on, verdict and first bad position int32 [bs] over all groups, both by group, and the buffers by group."""
+    """State to thread on, verdict and first bad position int32 [bs] over all groups, both by group, and the buffers by group.
+
+    unattested: int32 [bs], the sum over the groups; first_unattested_position: the smallest over them, -1 if there is none.
+    """
 
     state: GroupsState
     verdict: Array
     first_bad_position: Array
     verdicts: dict[str, Array]
     first_bad_positions: dict[str, Array]
+    unattested: Array
+    first_unattested_position: Array
+    unattested_by_group: dict[str, Array]
     real_kv_buffers: dict[str, tuple[Array, ...]]
 
 
@@ -539,12 +545,15 @@ class KvGroups:
         self._refuse(name, arguments)
         buffers = self._buffers(real_kv_buffers)
         log, verdicts, positions, passed = state.log, {}, {}, {}
+        unattested, first_unattested = {}, []
         for group in self.groups:
             tag = group.tag(launch)
             own = {"log": log[tag], "launch_tag": tag, **self._common(group, state, buffers)}
             result = group._launch(name, {**given[group.name], **own})
             log = log.replace(tag, result.log)
             verdicts[group.name], positions[group.name] = result.verdict, result.first_bad_position
+            unattested[group.name] = result.unattested
+            first_unattested.append(result.first_unattested_position.astype(jnp.uint32))  # -1 becomes the largest
             passed[group.name] = result.real_kv_buffers
         packed = jnp.stack([pack_verdicts(verdicts[group], positions[group]) for group in self.names]).max(axis=0)
         verdict, position = unpack_verdicts(packed)
@@ -554,6 +563,9 @@ class KvGroups:
             first_bad_position=position,
             verdicts=verdicts,
             first_bad_positions=positions,
+            unattested=jnp.stack(list(unattested.values())).sum(axis=0, dtype=jnp.int32),
+            first_unattested_position=jnp.stack(first_unattested).min(axis=0).astype(jnp.int32),
+            unattested_by_group=unattested,
             real_kv_buffers=passed,
         )
 

@@ -71,13 +71,13 @@ def _plan_results(avals: Sequence[Any], params: Params) -> list[tuple[Shape, Any
 def _verify_results(avals: Sequence[Any], params: Params) -> list[tuple[Shape, Any] | int]:
     (bs,) = avals[13].shape
     scratch = _source_scratch(params)
-    return [2, 3, 4, 5, ((bs,), np.int32), ((bs,), np.int32), ((scratch,), np.uint32), *_passed(18, avals, params)]
+    return [2, 3, 4, 5, *[((bs,), np.int32)] * 4, ((scratch,), np.uint32), *_passed(18, avals, params)]
 
 
 def _verify_fused_results(avals: Sequence[Any], params: Params) -> list[tuple[Shape, Any] | int]:
     (bs,) = avals[6].shape
     scratch = 2 * (bs + 1) + _source_scratch(params)
-    return [2, 3, 4, 5, ((bs,), np.int32), ((bs,), np.int32), ((scratch,), np.uint32), *_passed(16, avals, params)]
+    return [2, 3, 4, 5, *[((bs,), np.int32)] * 4, ((scratch,), np.uint32), *_passed(16, avals, params)]
 
 
 def _write_results(avals: Sequence[Any], params: Params) -> list[tuple[Shape, Any] | int]:
@@ -103,8 +103,8 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation("plan", _plan_results, pure.plan, scratch=11),
-        Operation("verify", _verify_results, pure.verify, scratch=6, first_buffer=18),
-        Operation("verify_fused", _verify_fused_results, pure.verify_fused, scratch=6, first_buffer=16),
+        Operation("verify", _verify_results, pure.verify, scratch=8, first_buffer=18),
+        Operation("verify_fused", _verify_fused_results, pure.verify_fused, scratch=8, first_buffer=16),
         Operation("write", _write_results, pure.write, scratch=7, first_buffer=19),
         Operation("scatter", _scatter_results, pure.scatter),
     )

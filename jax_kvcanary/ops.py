@@ -141,6 +141,7 @@ def verify(
     shard: int | Array = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
     pass_through: bool = False,
     implementation: str = "auto",
 ) -> VerifyResult:
@@ -163,12 +164,15 @@ def verify(
       step, shard: what violation rows say about when and where: a Python int below 2**32, or a traced integer scalar.
       padding_slot: static, the slot of dummy writes, never checked; None: there is none.
       extended_checks: static; False gives the plain canary's rows and bits only.
+      strict: static; False, with ``extended_checks``: a slot whose record was never written is counted as unattested and not checked,
+        and a predecessor whose record is all zero is one that cannot be reached.
       pass_through: static, hand the buffers through (aliased): use it where the step updates the pool after this call, and go on
         with ``real_kv_buffers`` of the result; otherwise XLA may copy the pool.
       implementation: "auto", "ffi" (the custom call or an error) or "jax".
 
     Returns:
-      The log, a verdict and the first bad position per batch row, and the buffers if passed through.
+      The log, a verdict, the first bad position, the number of unattested entries and the first of them per batch row, and the buffers
+      if passed through.
 
     Raises:
       ValueError: a shape, dtype, pairing or static value that breaks a rule. TypeError: a static argument of the wrong type.
@@ -192,10 +196,10 @@ def verify(
         shard=shard,
         padding_slot=padding_slot,
         extended_checks=extended_checks,
+        strict=strict,
         implementation=implementation,
     )
-    if not isinstance(plan, VerifyPlan):
-        raise validation.type_error(f"plan must be a VerifyPlan, got {type(plan).__name__}")
+    validation.instance("plan", plan, VerifyPlan)
     slots = validation.int_array("plan.slot_indices", plan.slot_indices, (_ANY,), pairs=True)
     entries = slots.shape[0]
     batch_rows = validation.int_array("plan.batch_rows", plan.batch_rows, (_ANY,), pairs=True)
@@ -239,6 +243,7 @@ def verify_fused(
     req_to_token: Array | Table,
     launch_tag: int | spec.CanaryLaunchTag,
     swa_window_size: int = 0,
+    position_stride: int = 1,
     full_to_swa_index_mapping: Array | None = None,
     req_to_verify_expected_tokens: Array | None = None,
     req_to_verify_expected_tokens_valid_lens: Array | None = None,
@@ -255,6 +260,7 @@ def verify_fused(
     shard: int | Array = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
     pass_through: bool = False,
     implementation: str = "auto",
 ) -> VerifyResult:
@@ -268,6 +274,7 @@ def verify_fused(
       req_pool_indices, prefix_lens, req_to_token: ``[bs]``, ``[bs]`` and the table, as in :func:`plan`.
       swa_window_size, full_to_swa_index_mapping, req_to_verify_expected_tokens, req_to_verify_expected_tokens_valid_lens,
         kv_token_id_vs_position_offset, padding_req: as in :func:`plan`.
+      position_stride: static; with N only the positions p with ``p % N == step % N`` are checked: each one once in N steps.
       real_kv_hash_mode and all further arguments: as in :func:`verify`.
 
     Returns:
@@ -297,6 +304,7 @@ def verify_fused(
         shard=shard,
         padding_slot=padding_slot,
         extended_checks=extended_checks,
+        strict=strict,
         implementation=implementation,
     )
     request_rows = validation.int_array("req_pool_indices", req_pool_indices, (_ANY,), pairs=False)
@@ -319,6 +327,9 @@ def verify_fused(
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
         padding_req=padding_req,
     )
+    stride = validation.fits_int32("position_stride", validation.static_int("position_stride", position_stride))
+    if stride < 1:
+        raise validation.error(f"position_stride must be at least 1, got {stride}")
     rotate, window = _window(source_window, source_tags)
     out = lowering.bind(
         "verify_fused",
@@ -335,6 +346,7 @@ def verify_fused(
         check_expected_token=validation.static_bool("check_verify_expected_token", check_verify_expected_token),
         rotate=rotate,
         pass_through=validation.static_bool("pass_through", pass_through),
+        position_stride=stride,
         **layout.params,
         **common.params,
     )
@@ -365,6 +377,7 @@ def write(
     shard: int | Array = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
     implementation: str = "auto",
 ) -> WriteResult:
     """Stamp the slots that the step has written, continuing each request's chain.
@@ -383,10 +396,11 @@ def write(
       enable_write_input_assert: static, compare inputs with the expected ones; needs both, and they need it.
       expected_input_tokens, expected_input_positions: ``[tokens]``.
       enable_chain_position_assert: device flag, bool or int32 ``[1]``: positions must count up from the predecessor's.
-      request_ids: ``[requests]`` 64-bit id of each request, for provenance; None is 0.
-      namespaces: ``[requests]`` 64-bit namespace of each request, in the head's hash; None is 0.
+      request_ids: ``[requests]`` 64-bit id of each request, for provenance; None is 0. At least one a request of the plan.
+      namespaces: ``[requests]`` 64-bit namespace of each request, in the head's hash; None is 0. At least one a request of the plan.
       record_flags: static, flags stamped into records of width 16.
       step, shard, padding_slot, extended_checks, implementation: as in :func:`verify`; dummy writes are stamped like any other.
+      strict: static; False, with ``extended_checks``: a seed whose record is all zero says nothing about the position of the first token.
 
     Returns:
       Records, source tags (None if none were given), log, and a verdict per request row.
@@ -416,10 +430,10 @@ def write(
         shard=shard,
         padding_slot=padding_slot,
         extended_checks=extended_checks,
+        strict=strict,
         implementation=implementation,
     )
-    if not isinstance(plan, WritePlan):
-        raise validation.type_error(f"plan must be a WritePlan, got {type(plan).__name__}")
+    validation.instance("plan", plan, WritePlan)
     asserts = validation.static_bool("enable_write_input_assert", enable_write_input_assert)
     expected = {"expected_input_tokens": expected_input_tokens, "expected_input_positions": expected_input_positions}
     for name, value in expected.items():
@@ -432,6 +446,8 @@ def write(
     tokens = validation.int_array("input_ids", input_ids, (_ANY,), pairs=True)
     count = tokens.shape[0]
     flags = validation.static_int("record_flags", record_flags, minimum=0, maximum=2**32 - 1)
+    request_rows = _row_values("plan.req_pool_indices", plan.req_pool_indices, at_least=0, at_most=rows)
+    requests = request_rows.shape[0]
     out = lowering.bind(
         "write",
         (
@@ -444,9 +460,9 @@ def write(
             validation.int_array("out_cache_loc", out_cache_loc, (count,), pairs=True),
             *(_none() if value is None else validation.int_array(name, value, (count,), pairs=True) for name, value in expected.items()),
             validation.flag_array("enable_chain_position_assert", enable_chain_position_assert),
-            _at_most("plan.req_pool_indices", plan.req_pool_indices, rows),
-            _at_most("request_ids", request_ids, rows),
-            _at_most("namespaces", namespaces, rows),
+            request_rows,
+            _row_values("request_ids", request_ids, at_least=requests, at_most=rows),
+            _row_values("namespaces", namespaces, at_least=requests, at_most=rows),
             common.context,
             *common.buffers,
         ),
@@ -556,6 +572,7 @@ class _Common:
         shard: Any,
         padding_slot: Any,
         extended_checks: Any,
+        strict: Any,
         implementation: Any,
     ) -> _Common:
         tag = validation.static_enum("launch_tag", launch_tag, spec.CanaryLaunchTag)
@@ -575,16 +592,19 @@ class _Common:
                 "has_padding_slot": has_padding_slot,
                 "padding_slot": padding,
                 "extended_checks": validation.static_bool("extended_checks", extended_checks),
+                "strict": validation.static_bool("strict", strict),
                 "implementation": validation.implementation(implementation),
             },
         )
 
     def verify_result(self, out: Sequence[jax.Array]) -> VerifyResult:
-        ring, write_index, slot_runs, kernel_runs, verdict, first_bad_position, _, *passed = out
+        ring, write_index, slot_runs, kernel_runs, verdict, first_bad_position, unattested, first_unattested_position, _, *passed = out
         return VerifyResult(
             log=ViolationLog(ring=ring, write_index=write_index, slot_run_counter=slot_runs, kernel_run_counter=kernel_runs),
             verdict=verdict,
             first_bad_position=first_bad_position,
+            unattested=unattested,
+            first_unattested_position=first_unattested_position,
             real_kv_buffers=tuple(passed[place] for place in self.places) if passed else (),
         )
 
@@ -673,8 +693,7 @@ def check_source_tags(source_tags: Array | None, records: jax.Array, num_sources
 
 
 def _check_log(log: ViolationLog) -> tuple[jax.Array, ...]:
-    if not isinstance(log, ViolationLog):
-        raise validation.type_error(f"log must be a ViolationLog, got {type(log).__name__}")
+    validation.instance("log", log, ViolationLog)
     return (
         validation.exact_array("log.ring", log.ring, (_ANY, spec.RING_WORDS), np.uint32),
         validation.exact_array("log.write_index", log.write_index, (1,), np.int32),
@@ -687,21 +706,15 @@ def _pair_sources(
     sources: Sequence[RealKvSource], buffers: Sequence[Array]
 ) -> tuple[tuple[Descriptor, ...], tuple[jax.Array, ...], tuple[int, ...]]:
     """Descriptors of the sources, the buffers without repeats, and each given buffer's place among them."""
-    if isinstance(sources, RealKvSource) or not isinstance(sources, (tuple, list)):
-        raise validation.type_error(f"real_kv_sources must be a tuple of RealKvSource, got {type(sources).__name__}")
-    if hasattr(buffers, "shape") or not isinstance(buffers, (tuple, list)):
-        raise validation.type_error(f"real_kv_buffers must be a tuple of arrays, got {type(buffers).__name__}")
-    if any(not isinstance(source, RealKvSource) for source in sources):
-        wrong = next(type(source).__name__ for source in sources if not isinstance(source, RealKvSource))
-        raise validation.type_error(f"real_kv_sources must be a tuple of RealKvSource, got a {wrong} in it")
-    if any(source.buffer_index is None for source in sources) and len(sources) != len(buffers):
+    sources = validation.sequence_of("real_kv_sources", sources, RealKvSource)
+    buffers = validation.sequence("real_kv_buffers", buffers, "arrays")
+    if len(sources) != len(buffers) and (not sources or any(source.buffer_index is None for source in sources)):
         raise validation.error(f"real_kv_buffers must hold one array a source, got {len(buffers)} for {len(sources)} sources")
     unique: list[jax.Array] = []
     seen: dict[int, int] = {}
     places = []
     for i, buffer in enumerate(buffers):
-        if not hasattr(buffer, "shape") or not hasattr(buffer, "dtype"):
-            raise validation.type_error(f"real_kv_buffers[{i}] must be an array, got {type(buffer).__name__}")
+        validation.operand_dtype(f"real_kv_buffers[{i}]", buffer)
         if id(buffer) not in seen:
             seen[id(buffer)] = len(unique)
             unique.append(jnp.asarray(buffer))
@@ -739,7 +752,7 @@ def _window(source_window: Any, source_tags: Array | None) -> tuple[bool, jax.Ar
 def _lut_len(mapping: Array | None) -> int:
     if mapping is None:
         return 0
-    shape = validation.shape_of(mapping)
+    shape = validation.shape_of(mapping, "full_to_swa_index_mapping")
     if len(shape) != 1:
         raise validation.error(f"full_to_swa_index_mapping must be 1-D, got shape {shape}")
     return shape[0]
@@ -749,13 +762,15 @@ def _per_row(name: str, value: Array | None, rows: int) -> jax.Array:
     return _none() if value is None else validation.int_array(name, value, (rows,), pairs=True)
 
 
-def _at_most(name: str, value: Array | None, rows: int) -> jax.Array:
-    """One value a request row; fewer than the rows is fine."""
+def _row_values(name: str, value: Array | None, *, at_least: int, at_most: int) -> jax.Array:
+    """One value a request row, for every request of the batch; rows past it may go without."""
     if value is None:
         return _none()
     array = validation.int_array(name, value, (_ANY,), pairs=True)
-    if array.shape[0] > rows:
-        raise validation.error(f"{name} length must be at most {rows}, got {array.shape[0]}")
+    if array.shape[0] > at_most:
+        raise validation.error(f"{name} length must be at most {at_most}, got {array.shape[0]}")
+    if array.shape[0] < at_least:
+        raise validation.error(f"{name} length must be at least {at_least}, that of plan.req_pool_indices, got {array.shape[0]}")
     return array
 
 

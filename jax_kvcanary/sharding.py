@@ -410,10 +410,25 @@ class ShardedOps:
         result = getattr(ops, name)(**arrays, **static, **pool, shard=shard)
         if name == "write":
             return dataclasses.replace(result, verdict=self._agree(result.verdict))
-        verdict, position = unpack_verdicts(self._agree(pack_verdicts(result.verdict, result.first_bad_position)))
+        packed = pack_verdicts(result.verdict, result.first_bad_position)
+        unattested, first = result.unattested, result.first_unattested_position
+        if static.get("strict", True):  # none is unattested anywhere
+            packed = self._agree(packed)
+        else:  # the largest count and the lowest position, in the same all-reduce
+            top = jnp.int32(spec.INT32_MAX)
+            packed, unattested, first = self._agree(jnp.stack([packed, unattested, jnp.where(first < 0, -1, top - first)]))
+            first = jnp.where(first < 0, -1, top - first)
+        verdict, position = unpack_verdicts(packed)
         passed = result.real_kv_buffers
         handed_on = tuple(passed[places.index(place)] for place in range(len(unique))) if passed else ()
-        return dataclasses.replace(result, verdict=verdict, first_bad_position=position, real_kv_buffers=handed_on)
+        return dataclasses.replace(
+            result,
+            verdict=verdict,
+            first_bad_position=position,
+            unattested=unattested,
+            first_unattested_position=first,
+            real_kv_buffers=handed_on,
+        )
 
     def _local_digest(
         self, static: dict[str, Any], shard: jax.Array, *, log: Any, verdict: Any, step: Any, capacities: Any = None, **arrays: Any
@@ -623,7 +638,8 @@ def _program(
         out = RankDigestResult(log=state, verdict=batch, disagree=batch)
     else:
         buffers = unique_specs if passes else ()
-        out = VerifyResult(log=state, verdict=batch, first_bad_position=batch, real_kv_buffers=buffers)
+        rows = dict.fromkeys(("verdict", "first_bad_position", "unattested", "first_unattested_position"), batch)
+        out = VerifyResult(log=state, **rows, real_kv_buffers=buffers)
     values = {key: value for key, _, value in static}
     local = functools.partial(sharded._local, name, values, places)
     run = jax.jit(jax.shard_map(local, mesh=sharded.mesh, in_specs=(specs,), out_specs=out, check_vma=False), inline=True)

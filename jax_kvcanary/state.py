@@ -173,12 +173,16 @@ class VerifyResult:
     """What a verify launch returns.
 
     log: the log to thread on. verdict, first_bad_position: int32 [bs].
+    unattested, first_unattested_position: int32 [bs], with ``strict=False`` how many entries of a batch row were left unchecked since
+      nobody wrote their slots, and the smallest position among them (-1: none); else 0 and -1.
     real_kv_buffers: the pool handed through with ``pass_through=True``, else an empty tuple.
     """
 
     log: ViolationLog
     verdict: Array
     first_bad_position: Array
+    unattested: Array
+    first_unattested_position: Array
     real_kv_buffers: tuple[Array, ...]
 
 

@@ -446,7 +446,7 @@ def assert_plan(got: Any, wanted: Any) -> None:
 
 def assert_same_verify(case: Case, got: Any, wanted: Any, rows: list[io.Row]) -> None:
     assert_log(case.arrays["log"], got.log, wanted.log, rows)
-    assert_arrays(got, wanted, "verdict first_bad_position")
+    assert_arrays(got, wanted, "verdict first_bad_position unattested first_unattested_position")
     buffers = case.arrays["real_kv_buffers"] if case.static["pass_through"] else ()
     assert len(got.real_kv_buffers) == len(buffers)
     for a, b in zip(got.real_kv_buffers, buffers, strict=True):
@@ -616,6 +616,7 @@ POOL_AXES: dict[str, Sequence[Any]] = {
     "tags": (False, True),
     "padding_slot": PADDING,
     "extended": (True, False),
+    "strict": (True, False),
     "ring": (64, 3, 0),
     "launch_tag": (0, 5, 11),
 }
@@ -662,8 +663,9 @@ def _pool(values: Values, setting: Setting, there: World) -> tuple[dict[str, Any
                 flips = st.lists(st.tuples(st.integers(0, array.size - 1), st.integers(0, 31)), max_size=3)
                 for word, bit in values.draw(flips):
                     array.reshape(-1)[word] ^= np.uint32(1 << bit)
-        for slot in (chain[int(values.rng.integers(TOKENS))] for chain in there.chains):
-            # Never written, all of it or but for the provenance.
+        # Never written, all of it or but for the provenance: one slot of a chain or, from there on, all.
+        blank = [(chain, int(values.rng.integers(TOKENS))) for chain in there.chains]
+        for slot in (slot for chain, p in blank for slot in chain[p : TOKENS if values.draw(st.booleans()) else p + 1]):
             records[slot, : values.draw(st.sampled_from((0, 0, 8, setting["words"])))] = 0
             if tags is not None and values.draw(st.booleans()):
                 tags[slot] = values.bits(tags[slot].shape)
@@ -682,6 +684,7 @@ def _pool(values: Values, setting: Setting, there: World) -> tuple[dict[str, Any
         "real_kv_sources": sources_of(setting["sources"], setting["slots"])[0],
         "padding_slot": setting["padding_slot"],
         "extended_checks": setting["extended"],
+        "strict": setting.get("strict", True),
     }
     return arrays, static
 
@@ -729,7 +732,12 @@ def verify_cases(draw: Draw, setting: Setting) -> Case:
     return Case("verify", arrays, static, needs_x64(setting["form"]))
 
 
-FUSED_AXES = {**CHECK_AXES, **BATCH_AXES, "table": tuple(name for name in TABLES if name not in HUGE_TABLES)}
+FUSED_AXES = {
+    **CHECK_AXES,
+    **BATCH_AXES,
+    "stride": (1, 2, 3, INT32_MAX),
+    "table": tuple(name for name in TABLES if name not in HUGE_TABLES),
+}
 
 
 def can_fuse(setting: Setting) -> bool:
@@ -747,7 +755,8 @@ def fused_cases(draw: Draw, setting: Setting) -> Case:
     there = _world(setting, chains, seed)
     arrays, static = _check(values, setting, there, setting["bs"])
     batch, batch_static = _batch(values, setting, seed, there.tokens)
-    return Case("verify_fused", {**arrays, **batch}, {**static, **batch_static}, needs_x64(setting["form"]))
+    static = {**static, **batch_static, "position_stride": setting.get("stride", 1)}
+    return Case("verify_fused", {**arrays, **batch}, static, needs_x64(setting["form"]))
 
 
 # ---------------------------------------------------------------------------------------------- write and scatter

@@ -284,12 +284,14 @@ def test_what_crosses_to_a_handler(platform: str, monkeypatch: pytest.MonkeyPatc
         "padding_slot = -7 : i64",
         "has_padding_slot = 1 : i64",
         "num_sources = 1 : i64",
+        "strict = 1 : i64",
+        "position_stride = 1 : i64",
     ):
         assert attribute in call
     table = [0, 0, PAGES, PAGE, PAGE * DIM * 4, DIM * 4, 1, 1, 1, 1, 0, 0, 0, 0, DIM * 4, 32]
     assert f"source_table = dense<{table}> : tensor<16xi64>" in call
     aliases = re.findall(r"output_tuple_indices = \[(\d+)\],\s+operand_index = (\d+)", text)
-    assert aliases == [("0", "2"), ("1", "3"), ("2", "4"), ("3", "5"), ("7", "16")]
+    assert aliases == [("0", "2"), ("1", "3"), ("2", "4"), ("3", "5"), ("9", "16")]
     assert "implementation" not in call
 
 

@@ -119,6 +119,20 @@ def rows_of(groups: KvGroups, state: GroupsState) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------------------------------------ two groups
 
 
+def test_what_nobody_wrote_over_groups() -> None:
+    """Counts add up over the groups; the first position is the lowest."""
+    state, layers, _ = served()
+    groups = groups_of()
+    records = {name: np.array(state.records[name]) for name in groups.names}
+    records["full"][TABLE[ROWS[1], [1, STEPS - 1]]] = 0
+    records["swa"][MAPPING[TABLE[ROWS[1], STEPS - 1]]] = 0
+    state = dataclasses.replace(state, records={name: jnp.asarray(array) for name, array in records.items()})
+    result = check(groups, state, layers, strict=False)
+    assert result.verdict.tolist() == [1, 1] and rows_of(groups, result.state) == []
+    assert result.unattested.tolist() == [0, 3] and result.first_unattested_position.tolist() == [-1, 1]
+    assert {name: count.tolist() for name, count in result.unattested_by_group.items()} == {"full": [0, 2], "swa": [0, 1]}
+
+
 def test_a_healthy_hybrid_model_is_silent() -> None:
     groups = groups_of()
     state, layers, lens = served()

@@ -98,7 +98,7 @@ def launch(log: ViolationLog) -> tuple[dict[str, Any], dict[str, Any], dict[str,
     sources = strategies.sources_of("three", SLOTS)[0]
     table = [number for k, source in enumerate(sources) for number in flatten_descriptor(source.descriptor(k))]
     attributes = {
-        **numbers(abi=TARGET_VERSION, launch_tag=2, real_kv_hash_mode=2, extended_checks=True, num_sources=3),
+        **numbers(abi=TARGET_VERSION, launch_tag=2, real_kv_hash_mode=2, extended_checks=True, strict=False, num_sources=3),
         **numbers(has_padding_slot=True, padding_slot=0),
         "source_table": np.array(table, np.int64),
     }
@@ -175,6 +175,8 @@ def _check_call(op: str, operands: dict[str, Any], attributes: dict[str, Any], s
         **{name: shape_of(state[name]) for name in STATE[2:]},
         "verdict": ((BS,), I32),
         "first_bad_position": ((BS,), I32),
+        "unattested": ((BS,), I32),
+        "first_unattested_position": ((BS,), I32),
         "scratch": ((scratch + 32 * 3,), U32),
         **{f"{name}_out": shape_of(buffer) for name, buffer in buffers.items()},
     }
@@ -204,7 +206,7 @@ def verify_call() -> Call:
 def verify_fused_call() -> Call:
     operands, attributes = batch()
     operands.pop("extend_seq_lens")
-    return _check_call("verify_fused", operands, attributes, 2 * (BS + 1))
+    return _check_call("verify_fused", operands, {**attributes, **numbers(position_stride=1)}, 2 * (BS + 1))
 
 
 def write_call() -> Call:
@@ -313,6 +315,7 @@ def case_of(op: str, call: Call) -> Case:
         "launch_tag": 2,
         "real_kv_hash_mode": int(RealKvHashMode.ALL),
         "real_kv_sources": strategies.sources_of("three", SLOTS)[0],
+        "strict": False,
     }
     if op == "write":
         arrays["plan"] = WritePlan(
@@ -338,6 +341,8 @@ def case_of(op: str, call: Call) -> Case:
             row_status=x["row_status"],
             req_pool_indices=x["req_pool_indices"],
         )
+    else:
+        static["position_stride"] = 1
     return Case(op, arrays, static, False)
 
 
@@ -368,9 +373,8 @@ def result_of(op: str, call: Call, got: dict[str, np.ndarray]) -> Any:
     if op == "write":
         return WriteResult(records=got["records"], source_tags=got["source_tags"], log=log_of(got), verdict=got["verdict"])
     buffers = tuple(got[f"buffer{k}_out"] for k in range(3))
-    return VerifyResult(
-        log=log_of(got), verdict=got["verdict"], first_bad_position=got["first_bad_position"], real_kv_buffers=buffers
-    )
+    rows = {name: got[name] for name in ("verdict", "first_bad_position", "unattested", "first_unattested_position")}
+    return VerifyResult(log=log_of(got), **rows, real_kv_buffers=buffers)
 
 
 @every_call
@@ -482,8 +486,8 @@ def test_results(op: str, platform: str) -> None:
 
 HUGE = (-(2**63), 2**31, 2**63 - 1)
 FLAGS = (
-    "has_padding_slot has_padding_req has_mapping has_expected extended_checks wide check_expected_token rotate pass_through "
-    "enable_write_input_assert"
+    "has_padding_slot has_padding_req has_mapping has_expected extended_checks strict wide check_expected_token rotate "
+    "pass_through enable_write_input_assert"
 ).split()
 OUT_OF_RANGE: dict[str, tuple[int, ...]] = {
     "abi": (0, 2, -1, *HUGE),
@@ -494,6 +498,7 @@ OUT_OF_RANGE: dict[str, tuple[int, ...]] = {
     "write_req_capacity": (-1, 0, REQUESTS + 1, *HUGE),
     "swa_window_size": (-1, *HUGE),
     "kv_token_id_vs_position_offset": (-(2**31) - 1, *HUGE),
+    "position_stride": (-1, 0, *HUGE),
     "table_kind": (-1, 4, *HUGE),
     "table_page_size": (-1, 0, *HUGE),
     "table_rows": (-1, *HUGE),

@@ -20,6 +20,7 @@ REACHED = [
     *(f"{op}_chunked" for op in ("plan", "verify", "verify_fused", "write")),
     *("plan_enabled", "plan_disabled", "verify_quiet", "write_quiet", "scatter"),
     *("first_bad_source", "ring_overflow", "index_saturated", "order_sensitive"),
+    *("verify_tolerated", "write_tolerated", "strided"),
 ]
 
 

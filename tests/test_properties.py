@@ -25,7 +25,7 @@ from strategies import Case, Setting, assert_arrays, assert_same
 import jax_kvcanary
 from jax_kvcanary import FailReason, backend_info, pure
 from jax_kvcanary.spec import INT32_MAX, RECORD_WORDS, Column, RealKvHashMode, Verdict
-from jax_kvcanary.state import ViolationLog
+from jax_kvcanary.state import ViolationLog, WritePlan
 
 EXAMPLES = int(os.environ.get("KVCANARY_EXAMPLES", "1"))
 
@@ -232,14 +232,21 @@ def planned(implementation: Implementation, case: Case) -> tuple[Any, bool]:
     """plan and verify instead of the fused verify; and whether the plan was wide."""
     names = ("req_pool_indices", "prefix_lens", "req_to_token", "full_to_swa_index_mapping", "req_to_verify_expected_tokens")
     names += ("req_to_verify_expected_tokens_valid_lens",)
-    statics = ("swa_window_size", "kv_token_id_vs_position_offset", "padding_req")
+    statics = ("swa_window_size", "kv_token_id_vs_position_offset", "padding_req", "position_stride")
     arrays = {name: case.arrays[name] for name in names if name in case.arrays}
-    static = {name: case.static[name] for name in statics}
+    static = {name: case.static[name] for name in statics if name != "position_stride"}
     bs = arrays["req_pool_indices"].shape[0]
     static.update(verify_capacity=strategies.SLOTS * max(bs, 1), write_req_capacity=bs)
     arrays["extend_seq_lens"] = np.zeros(bs, np.int32)
     plan = implementation.run(Case("plan", arrays, static, case.x64)).verify
     assert int(plan.enable[0]) == 1
+    if (stride := case.static["position_stride"]) > 1:  # a plan has no stride: keep the entries of the step
+        live = np.arange(plan.slot_indices.shape[0]) < int(plan.num_valid[0])
+        mine = live & (as_int64(plan.expected_positions) % stride == int(case.arrays["step"]) % stride)
+        order = np.argsort(~mine, kind="stable")
+        columns = ("slot_indices", "expected_tokens", "expected_positions", "prev_slot_indices", "batch_rows")
+        moved = {name: np.asarray(getattr(plan, name))[order] for name in columns}
+        plan = dataclasses.replace(plan, **moved, num_valid=np.array([mine.sum()], np.int32))
     checks = {name: value for name, value in case.arrays.items() if name not in names}
     ask = {name: value for name, value in case.static.items() if name not in statics}
     return implementation.run(Case("verify", {**checks, "plan": plan}, ask, case.x64)), plan.slot_indices.dtype == np.int64
@@ -256,7 +263,7 @@ def test_fused_is_planned(implementation: Implementation, number: int, data: st.
     implementation.require("verify_fused")
     case = strategies.plain_log(data.draw(strategies.fused_cases(_settings("verify_fused", 8)[number])))
     fused, (checked, wide) = implementation.run(case), planned(implementation, case)
-    assert_arrays(fused, checked, "verdict first_bad_position")
+    assert_arrays(fused, checked, "verdict first_bad_position unattested first_unattested_position")
     assert_arrays(fused.log, checked.log, "write_index slot_run_counter kernel_run_counter")
 
     def rows(log: ViolationLog) -> list[io.Row]:
@@ -267,6 +274,97 @@ def test_fused_is_planned(implementation: Implementation, number: int, data: st.
         return io.rows_of(ring)
 
     io.assert_same_rows(rows(fused.log), rows(checked.log))
+
+
+# ---------------------------------------------------------------------------------------------- every position, once in so many steps
+
+
+def strided(stride: int, step: int, *, table: str = "rows", mapping: bool = False, window: int = 0) -> Case:
+    """A pool of valid chains and a fused verify of its step; records of nobody in it."""
+    setting = {**ONCE_FUSED, "sources": "row", "table": table, "mapping": mapping, "window": window, "padding_slot": None, "words": 8}
+    chains = strategies.table_chains(table, strategies.SLOTS, 1)
+    if mapping:
+        moved = strategies.permutation(strategies.SLOTS, 2)
+        chains = tuple(tuple(moved[slot] for slot in chain) for chain in chains)
+    there = strategies._world({**setting, "tags": False}, chains, 1)
+    slots = np.arange(24).reshape(4, 6)
+    tables = {
+        "rows": lambda rows: strategies.RowTable(rows),
+        "flat": lambda rows: strategies.FlatTable(rows[1:4, :5].reshape(-1), np.arange(4, dtype=np.int32) * 5),
+        "identity": lambda rows: strategies.IdentityTable(rows=4, width=6),
+    }
+    rows = slots.astype(np.int32)
+    for r, chain in enumerate(strategies.table_chains(table, strategies.SLOTS, 1)):
+        rows[r + 1, :5] = chain
+    arrays = {
+        "records": there.records, "log": io.empty_log(64), "real_kv_buffers": there.buffers, "step": np.uint32(step),
+        "namespaces": there.namespaces.astype(np.int32), "req_pool_indices": np.arange(1, 4, dtype=np.int32),
+        "prefix_lens": np.array([5, 4, 1], np.int32), "req_to_token": tables[table](rows),
+    }  # fmt: skip
+    if mapping:
+        arrays["full_to_swa_index_mapping"] = np.array(moved, np.int32)
+    static = {
+        "launch_tag": 0, "real_kv_hash_mode": 2, "real_kv_sources": strategies.sources_of("row", strategies.SLOTS)[0],
+        "padding_slot": None, "padding_req": None, "swa_window_size": window, "position_stride": stride, "strict": False,
+    }  # fmt: skip
+    return Case("verify_fused", arrays, static, False)
+
+
+@pytest.mark.parametrize("table", ["rows", "flat", "identity"])
+@pytest.mark.parametrize(("mapping", "window"), [(False, 0), (True, 0), (True, 3)])
+@every_implementation(reference=True)
+def test_each_position_is_visited_once(implementation: Implementation, table: str, mapping: bool, window: int) -> None:
+    """A record that is wrong is reported in one step of so many: by its own position or, for the chain, by the next one's."""
+    implementation.require("verify_fused")
+    for stride in (2, 3):
+        runs, counted = [strided(stride, step, table=table, mapping=mapping, window=window) for step in range(7, 7 + stride)], 0
+        for case in runs:
+            result = implementation.run(case)
+            counted += io.counters_of(result.log.slot_run_counter)[0]
+            assert int(result.log.write_index[0]) == 0 and 2 not in result.verdict.tolist(), table
+        full = implementation.run(strided(1, 7, table=table, mapping=mapping, window=window))
+        assert counted == io.counters_of(full.log.slot_run_counter)[0] == (3 + 3 + 1 if window else 10)
+
+
+@every_implementation(reference=True)
+def test_what_nobody_wrote(implementation: Implementation) -> None:
+    """Counted, not checked, and no predecessor; nor does it hide what else is wrong."""
+    implementation.require("verify_fused")
+    case = strided(1, 0)
+    rows, records = case.arrays["req_to_token"].table, case.arrays["records"].copy()
+    records[rows[1, 1:3]] = 0
+    records[rows[2, :4]] = 0
+    case = case.replaced(records=records)
+    result = implementation.run(case)
+    assert result.verdict.tolist() == [Verdict.OK, Verdict.NOT_CHECKED, Verdict.OK] and int(result.log.write_index[0]) == 0
+    assert result.unattested.tolist() == [2, 4, 0] and result.first_unattested_position.tolist() == [1, 0, -1]
+    assert io.counters_of(result.log.slot_run_counter)[0] == 10
+    records[rows[1, 4], 2] ^= 1  # the position of the last record, behind one whose predecessor is unknown
+    result = implementation.run(case.replaced(records=records))
+    assert result.verdict.tolist() == [Verdict.BAD, Verdict.NOT_CHECKED, Verdict.OK] and result.first_bad_position.tolist() == [4, -1, -1]
+    strict = implementation.run(dataclasses.replace(case, static={**case.static, "strict": True}))
+    assert strict.verdict.tolist() == [Verdict.BAD, Verdict.BAD, Verdict.OK]
+    assert strict.unattested.tolist() == [0, 0, 0] and strict.first_unattested_position.tolist() == [-1, -1, -1]
+
+
+@every_implementation(reference=True)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_seed_that_nobody_wrote(implementation: Implementation, strict: bool) -> None:
+    """Its position is unknown, so the first token may have any; the second must follow it."""
+    implementation.require("write")
+    arrays = {
+        "records": np.zeros((8, 8), np.uint32), "log": io.empty_log(8), "input_ids": np.arange(3, dtype=np.int32),
+        "positions": np.array([9, 10, 12], np.int32), "out_cache_loc": np.array([3, 4, 5], np.int32),
+        "enable_chain_position_assert": np.ones(1, np.int32), "real_kv_buffers": (),
+        "plan": WritePlan(
+            write_offsets=np.array([0, 3], np.int32), write_seed_slot_indices=np.array([2], np.int32),
+            write_num_valid_reqs=np.ones(1, np.int32), req_pool_indices=np.zeros(0, np.int32),
+        ),
+    }  # fmt: skip
+    result = implementation.run(Case("write", arrays, {"launch_tag": 2, "strict": strict}, False))
+    rows = np.ascontiguousarray(result.log.ring[: int(result.log.write_index[0])]).view(np.int64)
+    wanted = [(9, 1), (12, 11)] if strict else [(12, 11)]
+    assert sorted((int(row[Column.POSITION]), int(row[Column.AUX])) for row in rows) == wanted
 
 
 # ---------------------------------------------------------------------------------------------- every entry out of range, once

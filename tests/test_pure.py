@@ -376,6 +376,8 @@ class Launch:
     rotate: bool = False
     padding_slot: int | None = 0
     extended: bool = True
+    strict: bool = True
+    stride: int = 1  # of a fused verify
     check: bool = False  # tokens of a verify, inputs of a write
     namespaces: bool = False
     entries: int = 40
@@ -400,6 +402,7 @@ class Launch:
             "has_padding_slot": self.padding_slot is not None,
             "padding_slot": self.padding_slot or 0,
             "extended_checks": self.extended,
+            "strict": self.strict,
         }
 
     @property
@@ -423,6 +426,7 @@ class Launch:
             "shard": int(rng.integers(2**32)),
             "padding_slot": self.padding_slot,
             "extended_checks": self.extended,
+            "strict": self.strict,
         }
 
     def state(self, drawn: dict[str, Any]) -> list[np.ndarray]:
@@ -439,11 +443,11 @@ ALL, PARTIAL, NONE = RealKvHashMode.ALL, RealKvHashMode.PARTIAL, RealKvHashMode.
 MANY = ("paged", "layers", "rows", "eight bits", "nothing read")
 VERIFIES = {
     "plain": Launch("int32", width=8, extended=False, check=True),
-    "narrow": Launch("pairs", width=11, check=True, namespaces=True, padding_slot=None),
+    "narrow": Launch("pairs", strict=False, width=11, check=True, namespaces=True, padding_slot=None),
     "hostile": Launch("int64", check=True, namespaces=True, mode=ALL, pools=("paged", "rows"), tags=True),
     "hostile, plain": Launch("int64", check=True, mode=PARTIAL, pools=("rows", "long"), extended=False, padding_slot=-7),
     "many": Launch("pairs", mode=ALL, pools=MANY, tags=True, pass_through=True),
-    "rotated": Launch("int32", mode=ALL, pools=MANY, tags=True, rotate=True, namespaces=True),
+    "rotated": Launch("int32", strict=False, mode=ALL, pools=MANY, tags=True, rotate=True, namespaces=True),
     "rotated, nothing": Launch("int32", tags=True, rotate=True, pools=("rows",), entries=9),
     "tags of nothing": Launch("pairs", tags=True, pools=("rows",), entries=9),
     "no rows": Launch("int64", rows=False, bs=0, entries=9),
@@ -451,7 +455,9 @@ VERIFIES = {
     "no ring": Launch("pairs", ring=0, entries=20),
     "no slots": Launch("int32", slots=0),
     "one": Launch("int64", slots=1, entries=1, bs=1, ring=1),
-    "pairs": Launch("pairs", pairs=True, check=True, namespaces=True, mode=ALL, pools=("rows", "runs over two axes"), tags=True),
+    "pairs": Launch(
+        "pairs", strict=False, pairs=True, check=True, namespaces=True, mode=ALL, pools=("rows", "runs over two axes"), tags=True
+    ),
     "pairs, rotated": Launch("int64", pairs=True, mode=ALL, pools=("rows", "packed rows"), tags=True, rotate=True, pass_through=True),
 }
 
@@ -517,19 +523,22 @@ def assert_verify(got: list[np.ndarray], wanted: Any, drawn: dict[str, Any], lau
     assert_log(got[:4], wanted.log)
     np.testing.assert_array_equal(got[4], wanted.verdict)
     np.testing.assert_array_equal(got[5], wanted.first_bad_position)
+    np.testing.assert_array_equal(got[6], wanted.unattested)
+    np.testing.assert_array_equal(got[7], wanted.first_unattested_position)
     passed = drawn["real_kv_buffers"] if launch.pass_through else ()
-    for out, buffer in zip(got[7:], passed, strict=True):
+    for out, buffer in zip(got[9:], passed, strict=True):
         assert out.tobytes() == buffer.tobytes()
 
 
 FUSED = {
-    "rows": ("rows", Launch("int32", check=True, namespaces=True, mode=ALL, pools=("paged",), tags=True)),
+    "rows": ("rows", Launch("int32", strict=False, stride=2, check=True, namespaces=True, mode=ALL, pools=("paged",), tags=True)),
     "rows, window": ("rows, window", Launch("int64", width=8, extended=False)),
     "rows, nothing": ("rows, nothing", Launch("int32")),
     "blocks": ("blocks", Launch("int32", mode=PARTIAL, pools=("layers",), rotate=True, tags=True, pass_through=True)),
     "blocks, huge": ("blocks, huge", Launch("int64")),
-    "flat": ("flat", Launch("int64", check=True, slots=12)),
-    "identity": ("identity", Launch("int32", slots=40)),
+    "blocks, huge, strided": ("blocks, huge", Launch("int64", stride=INT32_MAX)),
+    "flat": ("flat", Launch("int64", stride=3, check=True, slots=12)),
+    "identity": ("identity", Launch("int32", strict=False, stride=2, slots=40)),
     "identity, pairs": ("identity, window", Launch("int64", pairs=True, slots=0)),
     "pairs": ("rows", Launch("int64", pairs=True, check=True, mode=ALL, pools=("rows",), namespaces=True)),
     "empty batch": ("rows", Launch("int32", bs=0)),
@@ -540,7 +549,7 @@ FUSED = {
 def test_verify_fused(name: str) -> None:
     table_name, launch = FUSED[name]
     table, form = TABLES[table_name], launch.form
-    params = {**launch.params, **table.params, **launch.verify_params}
+    params = {**launch.params, **table.params, **launch.verify_params, "position_stride": launch.stride}
     for seed in range(12):
         chaos = Chaos(seed, form, share=0.1 * (seed % 3))
         drawn, batch = launch.draw(chaos), table.draw(chaos, launch.bs)
@@ -561,7 +570,8 @@ def test_verify_fused(name: str) -> None:
         with integer_width(form):
             got = run("verify_fused", operands, pairs=launch.pairs, **params)
         rotated = {"source_window": window} if launch.rotate else {}
-        wanted = reference.verify_fused(check_verify_expected_token=launch.check, **rotated, **batch, **drawn)
+        more = {"check_verify_expected_token": launch.check, "position_stride": launch.stride}
+        wanted = reference.verify_fused(**more, **rotated, **batch, **drawn)
         assert_verify(got, wanted, drawn, launch)
 
 
@@ -570,8 +580,8 @@ def test_verify_fused(name: str) -> None:
 
 WRITES = {
     "plain": Launch("int32", width=8, extended=False, check=True),
-    "narrow": Launch("pairs", width=11, check=True, namespaces=True, padding_slot=None),
-    "hostile": Launch("int64", check=True, namespaces=True, mode=ALL, pools=("paged", "rows"), tags=True),
+    "narrow": Launch("pairs", strict=False, width=11, check=True, namespaces=True, padding_slot=None),
+    "hostile": Launch("int64", strict=False, check=True, namespaces=True, mode=ALL, pools=("paged", "rows"), tags=True),
     "hostile, plain": Launch("int64", check=True, mode=PARTIAL, pools=("rows", "long"), extended=False, padding_slot=-7),
     "many": Launch("pairs", mode=ALL, pools=MANY, tags=True, rows=False),
     "decode": Launch("int32", entries=12, bs=12, ring=7, padding_slot=25),
@@ -693,12 +703,14 @@ def launch_shapes(op: str, *, slots: int, entries: int, bs: int, tags: int = 0, 
     return [shape(*x) for x in (*state, *rest)]
 
 
-COMMON = {"launch_tag": 0, "real_kv_hash_mode": int(ALL), "has_padding_slot": True, "padding_slot": 0, "extended_checks": True}
+COMMON = {
+    "launch_tag": 0, "real_kv_hash_mode": int(ALL), "has_padding_slot": True, "padding_slot": 0, "extended_checks": True, "strict": True,
+}  # fmt: skip
 STATICS = {
     "verify": {**COMMON, "check_expected_token": True, "rotate": False, "pass_through": False},
     "write": {**COMMON, "enable_write_input_assert": False, "record_flags": 0},
 }
-STATICS["verify_fused"] = {**STATICS["verify"], **TABLES["rows"].params, "has_expected": False}
+STATICS["verify_fused"] = {**STATICS["verify"], **TABLES["rows"].params, "has_expected": False, "position_stride": 1}
 
 
 def layers_of(count: int, pages: int, page_size: int, heads: int, dim: int, *, stacked: bool) -> tuple[tuple[Any, ...], list[Any]]:
@@ -730,6 +742,7 @@ def test_promotion_settings_of_the_caller(op: str, x64: bool) -> None:
             params = {**STATICS[op], "sources": sources}
             if op != "write":
                 params.update(pass_through=True, rotate=x64)
+            params["strict"] = x64
         for launch in {getattr(pure, op), getattr(getattr(pure, op), "__wrapped__", getattr(pure, op))}:
             jax.jit(functools.partial(launch, **params)).trace(*operands)
 
@@ -803,10 +816,10 @@ def step_facts(*, stacked: bool, canary: bool, pages: int, heads: int, dim: int,
             return update(pools, page, values)
         launch = functools.partial(pure.verify, sources=sources)
         head = launch(*checks, *pools, **{**STATICS["verify"], "pass_through": True})
-        pools = update(head[7:], page, values)
+        pools = update(head[9:], page, values)
         tail = launch(*checks[:2], *head[:4], *checks[6:], *pools, **STATICS["verify"])
         written = pure.write(*segments[:2], *tail[:4], *segments[6:], *pools, **STATICS["write"], sources=sources)
-        return pools, written[:7], head[4:6], tail[4:6]
+        return pools, written[:7], head[4:8], tail[4:8]
 
     operands = [
         buffers,

@@ -133,6 +133,22 @@ def corrupted(pool: Any, layer: int, index: tuple[int, ...]) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------------------------ faults and shards
 
 
+def test_what_nobody_wrote_on_one_shard() -> None:
+    """All ranks of the request return the largest count and the lowest position, in the one all-reduce of the verdict."""
+    sharded = ops_of()
+    records, *rest = prefilled(sharded)
+    slots = [int(TABLE[2, position]) for position in (1, 2)]
+    rows = np.array(records)
+    rows[3 * len(rows) // 8 + np.array(slots)] = 0  # a shard of the first data rank
+    state = (jax.device_put(rows, records.sharding), *rest)
+    result = check(sharded, state, strict=False)
+    assert result.verdict.tolist() == [1] * 4 and sharded.decode_log(result.log).reported == 0
+    assert result.unattested.tolist() == [0, 2, 0, 0] and result.first_unattested_position.tolist() == [-1, 1, -1, -1]
+    assert check(sharded, state).verdict.tolist() == [1, 2, 1, 1]
+    half = check(sharded, state, strict=False, position_stride=2, step=6)
+    assert half.unattested.tolist() == [0, 1, 0, 0] and half.first_unattested_position.tolist() == [-1, 2, -1, -1]
+
+
 def test_a_fault_on_one_shard_names_that_shard_only(implementation: str) -> None:
     """TP=4 x DP=2, a fault on each of the eight in turn; all ranks of the request return the same verdict."""
     sharded = ops_of()

@@ -291,6 +291,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("verify", {"step": np.zeros((), np.float32)}, "step must have an integer dtype, got float32"),
     ("verify_fused", {"swa_window_size": 2}, "full_to_swa_index_mapping is required when swa_window_size > 0"),
     ("verify_fused", {"full_to_swa_index_mapping": i32([])}, "lut_len must be positive when has_swa_lut is True"),
+    ("verify_fused", {"position_stride": 0}, "position_stride must be at least 1, got 0"),
+    ("verify_fused", {"position_stride": -3}, "position_stride must be at least 1, got -3"),
+    ("verify_fused", {"position_stride": 2**31}, "position_stride must fit in int32 (at most 2147483647), got 2147483648"),
     ("verify_fused", {"prefix_lens": i32([1])}, "prefix_lens length must be 2, got 1"),
     ("verify_fused", {"namespaces": i32([1, 2, 3])}, "namespaces length must be 2, got 3"),
     ("verify_fused", {"source_window": (0, 1)}, "source_window needs source_tags"),
@@ -355,12 +358,16 @@ STATIC_INTS = [
     ("verify", "real_kv_hash_mode"),
     ("verify", "padding_slot"),
     ("verify_fused", "swa_window_size"),
+    ("verify_fused", "position_stride"),
     ("write", "launch_tag"),
     ("write", "record_flags"),
 ]
 STATIC_BOOLS = [
     ("verify", "check_verify_expected_token"),
     ("verify", "extended_checks"),
+    ("verify", "strict"),
+    ("verify_fused", "strict"),
+    ("write", "strict"),
     ("verify", "pass_through"),
     ("write", "enable_write_input_assert"),
 ]
@@ -391,6 +398,7 @@ def test_static_bools(op: str, name: str, value: Any) -> None:
     [
         ("verify", {"launch_tag": RealKvHashMode.ALL}, "launch_tag must be a CanaryLaunchTag, got RealKvHashMode"),
         ("verify", {"real_kv_hash_mode": None}, "real_kv_hash_mode must be an int, got NoneType"),
+        ("verify_fused", {"position_stride": None}, "position_stride must be an int, got NoneType"),
         ("verify", {"log": None}, "log must be a ViolationLog, got NoneType"),
         ("verify", {"plan": write_plan()}, "plan must be a VerifyPlan, got WritePlan"),
         ("write", {"plan": entries()}, "plan must be a WritePlan, got VerifyPlan"),

@@ -293,6 +293,7 @@ inline void verify_attrs(Frame& frame, VerifyArgs& a) {
   a.has_padding_slot = frame.flag("has_padding_slot");
   a.padding_slot = frame.attr("padding_slot");
   a.extended = frame.flag("extended_checks");
+  a.tolerant = !frame.flag("strict") && a.extended;
   a.rotate = frame.flag("rotate");
 }
 
@@ -320,6 +321,8 @@ inline void finish_verify(Frame& frame, VerifyCall& call, const StateOperands& s
   a.log = log_results(frame, state, launch.launch_tag);
   a.verdict = frame.ret_i32("verdict", a.batch_size);
   a.first_bad_position = frame.ret_i32("first_bad_position", a.batch_size);
+  a.unattested = frame.ret_i32("unattested", a.batch_size);
+  a.first_unattested_position = frame.ret_i32("first_unattested_position", a.batch_size);
   call.scratch = frame.ret_scratch("scratch", scratch_bytes + source_scratch_bytes(call.sources)).data;
   if (pass_through) {
     for (const BufferView& buffer : call.buffers) frame.ret_state("real_kv_buffers", buffer);
@@ -353,6 +356,7 @@ inline VerifyCall decode_verify_fused(Frame& frame) {
   const LaunchAttrs launch = launch_attrs(frame);
   verify_attrs(frame, call.args);
   call.batch = batch_attrs(frame);
+  call.batch.stride = frame.attr_in("position_stride", 1, kInt32Max);
   const StateOperands state = state_operands(frame);
   RequestBatch& b = call.batch;
   b.req_pool_indices = frame.ints("req_pool_indices");
@@ -360,6 +364,7 @@ inline VerifyCall decode_verify_fused(Frame& frame) {
   batch_tables(frame, b);
   call.args.req_pool_indices = b.req_pool_indices;
   finish_verify(frame, call, state, launch, 8 * (b.size() + 1));
+  b.step = call.args.context.values;
   return call;
 }
 
@@ -386,6 +391,7 @@ inline WriteCall decode_write(Frame& frame) {
   a.has_padding_slot = frame.flag("has_padding_slot");
   a.padding_slot = frame.attr("padding_slot");
   a.extended = frame.flag("extended_checks");
+  a.tolerant = !frame.flag("strict") && a.extended;
   a.record_flags = static_cast<uint32_t>(frame.attr_in("record_flags", 0, 0xFFFFFFFFll));
   const StateOperands state = state_operands(frame);
   a.write_offsets = frame.ints("write_offsets");

@@ -26,6 +26,7 @@ KVC_HD constexpr uint64_t mix3(uint64_t a, uint64_t b, uint64_t c) {
 KVC_HD constexpr uint64_t anchor_hash(uint64_t name_space) { return splitmix64(kChainAnchor ^ name_space); }
 
 static_assert(splitmix64(0) == 0, "splitmix64(0) is 0");
+static_assert(mix3(0, 0, 0) == 0, "so is what follows a record of zeros");
 static_assert(anchor_hash(0) == 0xde7fae23a9a1b716ull, "known answer of the anchor");
 static_assert(mix3(0xde7fae23a9a1b716ull, 101, 0) == 0x542fe5061275a6abull, "known answer of the chain");
 static_assert(splitmix64(0xf036e30b6961c78dull) == 0x6041580849e6407dull, "known answer of a combined source");

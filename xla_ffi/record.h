@@ -68,9 +68,12 @@ KVC_HD Record load_record(const RecordTable& table, int64_t slot) {
   return {join_words(w[0], w[1]), join_words(w[2], w[3]), join_words(w[4], w[5]), join_words(w[6], w[7])};
 }
 
+// The record's own words are all zero, whatever its provenance says.
+KVC_HD bool is_blank(const Record& record) { return (record.token | record.position | record.prev_hash | record.real_kv_hash) == 0; }
+
 // True while nothing has been stamped on the slot; only then are the provenance words read.
 KVC_HD bool is_unwritten(const RecordTable& table, int64_t slot, const Record& record) {
-  if ((record.token | record.position | record.prev_hash | record.real_kv_hash) != 0) return false;
+  if (!is_blank(record)) return false;
   if (!table.has_provenance()) return true;
   uint32_t w[8];
   load_words8(table.row(slot) + kRecordWords, table.vector, w);

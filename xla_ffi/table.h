@@ -15,16 +15,18 @@ KVC_HD int64_t at_least_zero(int64_t value) { return value > 0 ? value : 0; }
 // Sum of two non-negative numbers, saturating.
 KVC_HD int64_t saturating_add(int64_t a, int64_t b, int64_t top) { return b > top - a ? top : a + b; }
 
-// Positions of one request that a verify checks: [begin, end).
+// Positions of one request that a verify checks: every stride-th of [begin, end).
 struct RequestSpan {
   int64_t req_pool_idx;
   int64_t prefix;
   int64_t begin;
   int64_t end;
+  int64_t stride;
   bool padding;
   uint32_t status;  // 0 or kTableOutOfRange
 
-  KVC_HD int64_t entries() const { return end - begin; }
+  KVC_HD int64_t entries() const { return stride == 1 ? end - begin : (end - begin) / stride + ((end - begin) % stride != 0); }
+  KVC_HD int64_t position(int64_t entry) const { return begin + entry * stride; }
 };
 
 struct RequestBatch {
@@ -50,6 +52,8 @@ struct RequestBatch {
 
   int64_t token_offset = 0;
   int64_t window = 0;  // 0: full attention
+  int64_t stride = 1;             // a verify visits the positions p with p % stride == step % stride
+  const uint32_t* step = nullptr;  // [1], read with a stride above 1
   bool has_padding_req = false;
   int64_t padding_req = 0;
 
@@ -73,6 +77,7 @@ struct RequestBatch {
 
   KVC_HD RequestSpan span(int64_t r) const {
     RequestSpan s{};
+    s.stride = stride;
     s.req_pool_idx = req_pool_indices[r];
     s.padding = is_padding(s.req_pool_idx);
     if (s.padding) return s;
@@ -88,6 +93,11 @@ struct RequestBatch {
       // A ring: the oldest position that is still there has lost its predecessor.
       const int64_t oldest = table_width > 0 ? prefix - table_width + 1 : prefix;
       if (s.begin < oldest) s.begin = oldest;
+    }
+    if (stride > 1 && s.begin < s.end) {
+      int64_t skipped = static_cast<int64_t>(*step) % stride - s.begin % stride;
+      if (skipped < 0) skipped += stride;
+      s.begin = skipped < s.end - s.begin ? s.begin + skipped : s.end;
     }
     return s;
   }

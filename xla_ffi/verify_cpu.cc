@@ -40,6 +40,12 @@ void mark(const VerifyArgs& args, const VerifyEntry& e, bool bad) {
   if (bad) lower_to(&args.first_bad_position[e.batch_row], verdict_position(e.expected_position));
 }
 
+void count_unattested(const VerifyArgs& args, const VerifyEntry& e) {
+  if (!known_row(args, e.batch_row)) return;
+  __atomic_fetch_add(&args.unattested[e.batch_row], 1, __ATOMIC_RELAXED);
+  lower_to(&args.first_unattested_position[e.batch_row], verdict_position(e.expected_position));
+}
+
 // Entries whose slots are read, kept until there are enough to hash together; rows keep their order, since every entry passes here.
 class EntryGroup {
  public:
@@ -82,10 +88,11 @@ class EntryGroup {
 
   void judge(const VerifyEntry& e, const RealKvFold& fold) {
     const Record record = load_record(args_.records, e.slot);
+    const bool unwritten = args_.extended && is_unwritten(args_.records, e.slot, record);
+    if (unwritten && args_.tolerant) return count_unattested(args_, e);
     const uint64_t prev_hash = prev_is_readable(args_, e.prev_slot) ? chain_next(load_record(args_.records, e.prev_slot)) : 0;
     const ChainExpectation chain = expect_chain(args_, e, record, prev_hash);
     const RealKvCheck real = window_.count < window_.total ? fold.against_tags() : fold.against_record(record);
-    const bool unwritten = args_.extended && is_unwritten(args_.records, e.slot, record);
     const uint32_t reason = entry_reasons(args_, e, record, chain, real.bad, unwritten);
     if (reason != 0) rows_.add(checked_row(args_, e, reason, record, chain, real));
     mark(args_, e, reason != 0);
@@ -102,6 +109,8 @@ class EntryGroup {
 void start_launch(const VerifyArgs& args) {
   std::fill_n(args.verdict, args.batch_size, static_cast<int32_t>(kNotChecked));
   std::fill_n(args.first_bad_position, args.batch_size, -1);
+  std::fill_n(args.unattested, args.batch_size, 0);
+  std::fill_n(args.first_unattested_position, args.batch_size, -1);
   ++*args.log.kernel_runs;
 }
 
@@ -171,12 +180,14 @@ void verify_fused(const VerifyArgs& args, const RequestBatch& batch, Executor& e
       const int64_t stop = std::min(last, offsets[static_cast<size_t>(r) + 1]);
       if (first >= stop) continue;
       const RequestSpan span = batch.span(r);
-      int64_t position = span.begin + (first - row_start);
+      int64_t position = span.position(first - row_start);
       int64_t prev_slot = batch.prev_slot_at(r, span.req_pool_idx, position);
-      for (; first < stop; ++first, ++position) {
+      for (; first < stop; ++first) {
         const int64_t slot = batch.slot_at(r, span.req_pool_idx, position);
         body(VerifyEntry{slot, prev_slot, position, batch.expected_token(r, span.req_pool_idx, position), r});
-        prev_slot = slot;
+        if (first + 1 == stop) continue;
+        position += span.stride;
+        prev_slot = span.stride == 1 ? slot : batch.prev_slot_at(r, span.req_pool_idx, position);
       }
     }
   };

@@ -52,15 +52,17 @@ struct Fused {
 
   struct Cursor {
     int64_t row;
-    int64_t row_end;   // number of the first entry past the row
-    int64_t shift;     // position of an entry less its number
+    int64_t row_end;    // number of the first entry past the row
+    int64_t row_start;  // number of its first entry
+    int64_t begin;      // position of that entry
     int64_t req_pool_idx;
 
     __device__ Cursor(const Fused& f, const VerifyArgs& a, int64_t first) : row(find_row(f.entry_offsets, a.batch_size, first)) { load(f); }
     __device__ void load(const Fused& f) {
       const RequestSpan span = f.batch.span(row);
       row_end = f.entry_offsets[row + 1];
-      shift = span.begin - f.entry_offsets[row];
+      row_start = f.entry_offsets[row];
+      begin = span.begin;
       req_pool_idx = span.req_pool_idx;
     }
     __device__ VerifyEntry entry(const Fused& f, int64_t i) {
@@ -70,7 +72,7 @@ struct Fused {
         } while (i >= f.entry_offsets[row + 1]);
         load(f);
       }
-      const int64_t position = i + shift;
+      const int64_t position = begin + (i - row_start) * f.batch.stride;
       return {f.batch.slot_at(row, req_pool_idx, position), f.batch.prev_slot_at(row, req_pool_idx, position), position,
               f.batch.expected_token(row, req_pool_idx, position), row};
     }
@@ -83,6 +85,8 @@ __device__ void open_row(const VerifyArgs& a, int64_t r, bool out_of_range) {
   const bool bad = out_of_range && a.extended;
   a.verdict[r] = bad ? kBad : kNotChecked;
   a.first_bad_position[r] = -1;
+  a.unattested[r] = 0;
+  a.first_unattested_position[r] = -1;
   if (bad) append_row(a.log, table_row(a, r));
 }
 
@@ -141,6 +145,16 @@ __device__ void mark_bad(const VerifyArgs& a, const VerifyEntry& e) {
   atomicMax(&a.verdict[e.batch_row], kBad);
   // -1 stands for none, so positions compare as unsigned.
   atomicMin(reinterpret_cast<unsigned*>(&a.first_bad_position[e.batch_row]), static_cast<unsigned>(verdict_position(e.expected_position)));
+}
+
+__device__ void count_unattested(const VerifyArgs& a, const VerifyEntry& e) {
+  if (!known_row(a, e.batch_row)) return;
+  // Threads that come here together share an atomic a row.
+  const unsigned same = __match_any_sync(__activemask(), e.batch_row);
+  const int lane = threadIdx.x % kWarp;
+  if (__ffs(static_cast<int>(same)) - 1 == lane) atomicAdd(&a.unattested[e.batch_row], __popc(same));
+  const unsigned position = static_cast<unsigned>(verdict_position(e.expected_position));
+  atomicMin(reinterpret_cast<unsigned*>(&a.first_unattested_position[e.batch_row]), position);
 }
 
 // Marks the rows of good entries. A lane remembers the row it marked last, and lanes of one row leave it to the first.
@@ -211,10 +225,12 @@ __device__ __noinline__ void check_range(const VerifyArgs& a, const Entries& ent
                       [&](int32_t k, uint64_t hash, const SourceGeometry& g) { fold.add(k, hash, g, tags); });
     const uint64_t prev_hash = predecessor_hash(a, e, check && leads, record, check && leads, last_slot);
     bool good = false;
-    if (check && leads) {
+    const bool unwritten = check && leads && a.extended && is_unwritten(a.records, e.slot, record);
+    if (unwritten && a.tolerant) {
+      count_unattested(a, e);
+    } else if (check && leads) {
       const RealKvCheck real = window.count < window.total ? fold.against_tags() : fold.against_record(record);
       const ChainExpectation chain = expect_chain(a, e, record, prev_hash);
-      const bool unwritten = a.extended && is_unwritten(a.records, e.slot, record);
       const uint32_t reason = entry_reasons(a, e, record, chain, real.bad, unwritten);
       good = reason == 0;
       if (!good) {
@@ -315,10 +331,14 @@ __device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const Entries& en
       break;
   }
   const Record record = load_record(a.records, e.slot);
+  const bool unwritten = a.extended && is_unwritten(a.records, e.slot, record);
+  if (unwritten && a.tolerant) {
+    count_unattested(a, e);
+    return false;
+  }
   const uint64_t prev_hash = prev_is_readable(a, e.prev_slot) ? chain_next(load_record(a.records, e.prev_slot)) : 0;
   const RealKvCheck real = rotated ? fold.against_tags() : fold.against_record(record);
   const ChainExpectation chain = expect_chain(a, e, record, prev_hash);
-  const bool unwritten = a.extended && is_unwritten(a.records, e.slot, record);
   const uint32_t reason = entry_reasons(a, e, record, chain, real.bad, unwritten);
   if (reason == 0) return true;
   append_row(a.log, checked_row(a, e, reason, record, chain, real));
@@ -393,7 +413,7 @@ __device__ void check_share(const VerifyArgs& a, const Entries& entries, const D
   const int64_t last = first + share < total ? first + share : total;
   if (first >= last) return;
   if constexpr (std::is_same_v<Entries, Fused>) {
-    if (lanes_log2 == 0 && share <= (int64_t{1} << 30) && entries.positions_fit_int32()) {
+    if (lanes_log2 == 0 && entries.batch.stride == 1 && share <= (int64_t{1} << 30) && entries.positions_fit_int32()) {
       check_hot<kFold>(a, entries, sources, first, static_cast<int32_t>(last - first), stages);
       return;
     }
@@ -442,7 +462,8 @@ int64_t most_entries(const RequestBatch& batch) {
                         : batch.kind == kTableFlat ? batch.table.size
                                                    : batch.table_width;
   const int64_t bs = batch.size();
-  return bs == 0 || width == 0 ? 0 : width > (int64_t{1} << 40) / bs ? int64_t{1} << 40 : bs * width;
+  const int64_t most = (width + batch.stride - 1) / batch.stride;
+  return bs == 0 || width == 0 ? 0 : most > (int64_t{1} << 40) / bs ? int64_t{1} << 40 : bs * most;
 }
 
 }  // namespace

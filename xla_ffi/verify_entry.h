@@ -35,12 +35,15 @@ struct VerifyArgs {
   IntArray namespaces;        // [bs] or empty
   int32_t* verdict = nullptr;             // [bs]
   int32_t* first_bad_position = nullptr;  // [bs]
+  int32_t* unattested = nullptr;                 // [bs]
+  int32_t* first_unattested_position = nullptr;  // [bs]
   int64_t batch_size = 0;
   int64_t padding_slot = 0;
   int32_t launch_tag = 0;
   bool has_padding_slot = false;
   bool check_token = false;
   bool extended = false;
+  bool tolerant = false;  // slots that were never written are counted, not checked; only with extended
   bool rotate = false;
 };
 
@@ -69,13 +72,19 @@ KVC_HD bool prev_is_readable(const VerifyArgs& a, int64_t prev_slot) {
   return prev_slot >= 0 && prev_slot < a.slots && !is_padding_slot(a, prev_slot);
 }
 
+// Whether a readable predecessor says nothing about its successor. A record of zeros gives 0, hardly another one does: the record is
+// read again only there.
+KVC_HD bool prev_is_unattested(const VerifyArgs& a, int64_t prev_slot, uint64_t prev_hash) {
+  return a.tolerant && prev_hash == 0 && is_blank(load_record(a.records, prev_slot));
+}
+
 // `prev_hash`, what the predecessor's record gives, is looked at only where prev_is_readable.
 KVC_HD ChainExpectation expect_chain(const VerifyArgs& a, const VerifyEntry& e, const Record& record, uint64_t prev_hash) {
   if (e.prev_slot < 0) {
     const uint64_t name_space = known_row(a, e.batch_row) ? static_cast<uint64_t>(a.namespaces.get(e.batch_row, 0)) : 0;
     return {anchor_hash(name_space), e.prev_slot < -1 ? kSlotOutOfRange : 0u};
   }
-  if (prev_is_readable(a, e.prev_slot)) return {prev_hash, 0u};
+  if (prev_is_readable(a, e.prev_slot)) return {prev_is_unattested(a, e.prev_slot, prev_hash) ? record.prev_hash : prev_hash, 0u};
   return {record.prev_hash, is_padding_slot(a, e.prev_slot) ? 0u : static_cast<uint32_t>(kSlotOutOfRange)};
 }
 

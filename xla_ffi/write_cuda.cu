@@ -129,12 +129,15 @@ __device__ void put_inputs(ChainRound& round, const Token& mine, unsigned stored
   if (lane == 0) round.count = __popc(stored);
 }
 
-// The chain at a lane's token, once its round is hashed; moves `prev_position` past the round.
-__device__ LaneChain place_in_chain(const ChainRound& round, const Token& mine, unsigned stored, bool assert_position, uint64_t& prev_position) {
+// The chain at a lane's token, once its round is hashed; moves the chain's position past the round.
+__device__ LaneChain place_in_chain(const ChainRound& round, const Token& mine, unsigned stored, Chain& chain) {
   const int rank = __popc(stored & ((1u << (threadIdx.x % kWarp)) - 1));  // stored tokens before mine
-  LaneChain place{round.running[rank], rank > 0 ? round.inputs[rank - 1].position : prev_position, false};
-  place.wrong_position = assert_position && mine.position != place.prev_position + 1;
-  if (stored != 0) prev_position = round.inputs[round.count - 1].position;
+  LaneChain place{round.running[rank], rank > 0 ? round.inputs[rank - 1].position : chain.prev_position, false};
+  place.wrong_position = chain.assert_position && (rank > 0 || chain.position_known) && mine.position != place.prev_position + 1;
+  if (stored != 0) {
+    chain.prev_position = round.inputs[round.count - 1].position;
+    chain.position_known = true;
+  }
   return place;
 }
 
@@ -186,7 +189,7 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
     if (threadIdx.x == kWarp) a.verdict[r] = cut ? kBad : kNotChecked;
     return;
   }
-  const Chain chain = start_chain(a, r);
+  Chain chain = start_chain(a, r);
   const int64_t rounds = (segment.end - segment.begin + kWarp - 1) / kWarp;
   if (hashing) {
     uint64_t running = chain.running_hash;
@@ -202,7 +205,6 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
   if (a.extended && seed_is_out_of_range(a, seed) && lane == 0) append_row(a.log, seed_row(a, r, seed, chain.running_hash));
   const Provenance stamp = provenance(a, r);
   __syncwarp();
-  uint64_t prev_position = chain.prev_position;
   uint64_t stored_total = 0;
   Token done{-1, 0, 0, WriteClass::kSkip};
   Token hashed = load_token(a, segment.begin + lane, segment.end);
@@ -214,7 +216,7 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
     const int64_t i = segment.begin + k * kWarp + lane;
     const Token next = load_token(a, i + kWarp, segment.end);
     if (k > 0) {
-      const LaneChain place = place_in_chain(shared.round[(k - 1) % 2], done, done_stored, chain.assert_position, prev_position);
+      const LaneChain place = place_in_chain(shared.round[(k - 1) % 2], done, done_stored, chain);
       if (finish_round(a, hashes, r, i - kWarp, done, place, stamp)) bad = true;
       stored_total += __popc(done_stored);
     }

@@ -42,6 +42,7 @@ struct WriteArgs {
   bool has_padding_slot = false;
   bool assert_input = false;
   bool extended = false;
+  bool tolerant = false;  // a seed that was never written says nothing about positions; only with extended
 };
 
 // One request's part of the launch.
@@ -85,12 +86,16 @@ struct Chain {
   uint64_t running_hash;
   uint64_t prev_position;
   bool assert_position;
+  bool position_known;  // of the token before
 
   KVC_HD void advance(uint64_t token, uint64_t position) {
     running_hash = mix3(running_hash, token, position);
     prev_position = position;
+    position_known = true;
   }
-  KVC_HD bool position_is_wrong(uint64_t position) const { return assert_position && position != prev_position + 1; }
+  KVC_HD bool position_is_wrong(uint64_t position) const {
+    return assert_position && position_known && position != prev_position + 1;
+  }
 };
 
 KVC_HD bool seed_is_readable(const WriteArgs& a, int64_t seed) { return seed >= 0 && seed < a.slots; }
@@ -99,9 +104,9 @@ KVC_HD bool seed_is_out_of_range(const WriteArgs& a, int64_t seed) { return seed
 
 KVC_HD Chain start_chain(const WriteArgs& a, int64_t r) {
   const int64_t seed = a.seed_slots[r];
-  if (!seed_is_readable(a, seed)) return {anchor_hash(static_cast<uint64_t>(a.namespaces.get(r, 0))), 0, false};
+  if (!seed_is_readable(a, seed)) return {anchor_hash(static_cast<uint64_t>(a.namespaces.get(r, 0))), 0, false, false};
   const Record record = load_record(a.records, seed);
-  return {chain_next(record), record.position, a.chain_position_assert[0] != 0};
+  return {chain_next(record), record.position, a.chain_position_assert[0] != 0, !(a.tolerant && is_blank(record))};
 }
 
 // Reasons of the input assert for token i, without those of its slot.

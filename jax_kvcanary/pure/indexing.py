@@ -77,6 +77,10 @@ def put_min(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     return _combine(lax.scatter_min, x, index, values)
 
 
+def put_add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    return _combine(lax.scatter_add, x, index, values)
+
+
 def _combine(scatter: Any, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     numbers = lax.ScatterDimensionNumbers(update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
     return x if x.shape[0] == 0 else scatter(x, index[:, None], values, numbers, mode=_DROP)

@@ -31,6 +31,7 @@ class Entries(NamedTuple):
 class Batch:
     """The rows of a step; operands and params as the primitives take them."""
 
+    # position_stride, step: of a fused verify, which visits the positions p with p % position_stride == step % position_stride.
     def __init__(
         self,
         *,
@@ -51,6 +52,8 @@ class Batch:
         table_width: int,
         has_mapping: bool,
         has_expected: bool,
+        position_stride: int = 1,
+        step: jax.Array | None = None,
     ) -> None:
         self.kind = TableKind(table_kind)
         self.table = table
@@ -96,8 +99,18 @@ class Batch:
             longer = words.less(words.const(self.width, (bs,)), self.prefix)
             start = words.select(longer & words.less(start, oldest), oldest, start)
             start = words.select(words.less(self.prefix, start), self.prefix, start)  # a width of 0
-        self.start = start
+        self.stride = position_stride
         self.count = words.sub(self.prefix, start)
+        if position_stride > 1:
+            # Only the positions that are congruent to the step.
+            assert step is not None
+            phase, mine = lax.rem(step, np.uint32(position_stride)), words.divmod_const(start, position_stride)[1]
+            skipped = jnp.where(phase >= mine, phase - mine, phase + np.uint32(position_stride) - mine)
+            left = words.sub(self.count, words.from_uint32(skipped))
+            rounded = words.add(words.at_least_zero(left), words.const(position_stride - 1, (bs,)))
+            self.count = words.divmod_const(rounded, position_stride)[0]
+            start = words.add(start, words.from_uint32(skipped))
+        self.start = start
         self.start_in_ring = jnp.zeros((bs,), jnp.uint32)
         if self.kind == TableKind.IDENTITY and self.width > 0:
             self.start_in_ring = words.divmod_const(start, self.width)[1]
@@ -123,6 +136,8 @@ class Batch:
         # How far into its row the first entry would be; may be negative, and wraps back.
         skipped = words.sub(U64(*(jnp.broadcast_to(w, (bs,)) for w in first)), begins)
         within = words.add(take64(skipped, row), words.from_int32(iota(n)))
+        if self.stride > 1:
+            within = words.mul_const(within, self.stride)
         position = words.add(take64(self.start, row), within)
         ring = None
         if self.kind == TableKind.IDENTITY and self.width > 0:

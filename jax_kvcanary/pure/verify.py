@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_kvcanary.pure import hashing, words
 from jax_kvcanary.pure import log as log_
-from jax_kvcanary.pure.indexing import iota, put_max, put_min, row64, take, take64, take_columns, take_rows, window
+from jax_kvcanary.pure.indexing import iota, put_add, put_max, put_min, row64, take, take64, take_columns, take_rows, window
 from jax_kvcanary.pure.log import Log
 from jax_kvcanary.pure.plan import Batch, Entries
 from jax_kvcanary.pure.source import SourceHasher
@@ -30,11 +30,13 @@ _TABLE_ROW = "tag none zero zero none zero zero reason batch_row req_pool_idx st
 
 
 class _State(NamedTuple):
-    """What a launch carries from chunk to chunk. bad_position: int32 [bs], as uint32 order: -1 is none."""
+    """What a launch carries from chunk to chunk, ``[bs]``; positions are uint32, the largest is none."""
 
     log: Log
     verdict: jax.Array
     bad_position: jax.Array
+    unattested: jax.Array
+    unattested_position: jax.Array
 
 
 class _RealKv(NamedTuple):
@@ -67,6 +69,7 @@ class _Verifier:
         has_padding_slot: bool,
         padding_slot: int,
         extended_checks: bool,
+        strict: bool,
         rotate: bool,
     ) -> None:
         self.records = records
@@ -85,6 +88,7 @@ class _Verifier:
         self.check_token = check_expected_token
         self.padding_slot = padding_slot if has_padding_slot else None
         self.extended = extended_checks
+        self.tolerant = extended_checks and not strict
 
     def chunk(self, entries: int) -> int:
         return self.hasher.chunk(entries, one_source=self.rotate)
@@ -103,7 +107,7 @@ class _Verifier:
 
         bits = jnp.zeros((n,), jnp.uint32)
         stored = jnp.zeros((self.record_words, n), jnp.uint32)
-        aux, real = words.zeros((n,)), None
+        aux, real, unattested = words.zeros((n,)), None, jnp.zeros((n,), bool)
 
         def raise_bit(bits: jax.Array, reason: FailReason, where: jax.Array) -> jax.Array:
             return bits | jnp.where(where, np.uint32(reason), np.uint32(0))
@@ -111,6 +115,9 @@ class _Verifier:
         if self.slots > 0:
             index = jnp.where(checked, words.as_int32(slot.lo), np.int32(0))
             stored = take_rows(self.records, index, self.record_words)
+            unwritten = ~jnp.any(stored != np.uint32(0), axis=0)
+            if self.tolerant:
+                unattested, checked = checked & unwritten, checked & ~unwritten
             token, position, prev_hash, real_kv_hash = (row64(stored, k) for k in range(4))
             aux, reachable, prev_outside = self._expected_chain_hash(words.from_operand(entries.prev_slot), checked, known, row)
             bits = raise_bit(bits, FailReason.VERIFY_CHAIN_HASH, reachable & words.not_equal(prev_hash, aux))
@@ -123,7 +130,6 @@ class _Verifier:
                 wanted = ~words.equals(expected_token, -1)
                 bits = raise_bit(bits, FailReason.VERIFY_TOKEN, wanted & words.not_equal(token, expected_token))
             if self.extended:
-                unwritten = ~jnp.any(stored != np.uint32(0), axis=0)
                 bits = raise_bit(bits, FailReason.UNWRITTEN, unwritten)
                 bits = raise_bit(bits, FailReason.SLOT_OUT_OF_RANGE, prev_outside)
             bits = jnp.where(checked, bits, np.uint32(0))
@@ -159,7 +165,12 @@ class _Verifier:
             jnp.where(known & bad, row, nobody),
             words.as_uint32(words.clamp_int32(expected_position)),
         )
-        return _State(log_.append(state.log, bad, rows), verdict, bad_position)
+        count, first = state.unattested, state.unattested_position
+        if self.tolerant:
+            owner = jnp.where(known & unattested, row, nobody)
+            count = put_add(count, owner, jnp.ones((n,), jnp.int32))
+            first = put_min(first, owner, words.as_uint32(words.clamp_int32(expected_position)))
+        return _State(log_.append(state.log, bad, rows), verdict, bad_position, count, first)
 
     def _is_padding(self, slot: U64) -> jax.Array:
         return jnp.zeros(slot.shape, bool) if self.padding_slot is None else words.equals(slot, self.padding_slot)
@@ -171,11 +182,14 @@ class _Verifier:
         head = words.is_negative(prev)
         evicted = self._is_padding(prev)
         readable = ~head & ~evicted & words.below(prev, self.slots)
-        before = take_rows(self.records, jnp.where(checked & readable, words.as_int32(prev.lo), np.int32(0)), 6)
+        # All of the record where it matters whether there is one.
+        before = take_rows(self.records, jnp.where(checked & readable, words.as_int32(prev.lo), np.int32(0)), 8 if self.tolerant else 6)
         token, position, prev_hash = (row64(before, k) for k in range(3))
         chained = hashing.chain_hash(prev_hash, token, position)
         anchor = self._head_hash(known, row)
         outside = (head & ~words.equals(prev, -1)) | (~head & ~evicted & ~readable)
+        if self.tolerant:
+            readable = readable & jnp.any(before != np.uint32(0), axis=0)
         return words.select(head, anchor, chained), head | readable, outside
 
     def _head_hash(self, known: jax.Array, row: jax.Array) -> U64:
@@ -261,11 +275,11 @@ class _Verifier:
 
     def begin(self, log: Log, row_status: jax.Array, enabled: jax.Array) -> _State:
         """The state before the first entry: one row for each batch row for which no entries could be made."""
-        verdict = jnp.zeros((self.bs,), jnp.int32)
-        bad_position = jnp.full((self.bs,), np.uint32(2**32 - 1))
+        verdict = unattested = jnp.zeros((self.bs,), jnp.int32)
+        bad_position = first_unattested = jnp.full((self.bs,), np.uint32(2**32 - 1))
         log = Log(log.ring, jnp.where(enabled, log_.started(log).write_index, log.write_index))
         if not self.extended:
-            return _State(log, verdict, bad_position)
+            return _State(log, verdict, bad_position, unattested, first_unattested)
         bad = (row_status != np.int32(0)) & enabled
 
         def rows(which: jax.Array) -> jax.Array:
@@ -273,15 +287,17 @@ class _Verifier:
             facts.add_scalars(reason=words.const(FailReason.TABLE_OUT_OF_RANGE))
             return facts.rows([_TABLE_ROW], jnp.zeros(which.shape, jnp.int32))
 
-        return _State(log_.append(log, bad, rows), jnp.where(bad, np.int32(Verdict.BAD), verdict), bad_position)
+        verdict = jnp.where(bad, np.int32(Verdict.BAD), verdict)
+        return _State(log_.append(log, bad, rows), verdict, bad_position, unattested, first_unattested)
 
     def results(
         self, state: _State, slot_runs: jax.Array, kernel_runs: jax.Array, total: U64, buffers: Sequence[jax.Array], pass_through: bool
     ) -> list[jax.Array]:
         slot_runs = log_.add_to_counter(slot_runs, self.launch_tag, total)
         kernel_runs = log_.add_to_counter(kernel_runs, self.launch_tag, words.const(1))
-        bad_position = words.as_int32(state.bad_position)
-        out = [*state.log, slot_runs, kernel_runs, state.verdict, bad_position, jnp.zeros((0,), jnp.uint32)]
+        bad_position, first_unattested = words.as_int32(state.bad_position), words.as_int32(state.unattested_position)
+        rows = [state.verdict, bad_position, state.unattested, first_unattested]
+        out = [*state.log, slot_runs, kernel_runs, *rows, jnp.zeros((0,), jnp.uint32)]
         if not pass_through:
             return out
         if self.hasher.limit is not None:
@@ -404,6 +420,7 @@ def verify_fused(
     table_width: int,
     has_mapping: bool,
     has_expected: bool,
+    position_stride: int,
     **params: Any,
 ) -> list[jax.Array]:
     """The fused verify primitive: entries come straight from tables and lengths, a chunk at a time."""
@@ -426,6 +443,8 @@ def verify_fused(
         table_width=table_width,
         has_mapping=has_mapping,
         has_expected=has_expected,
+        position_stride=position_stride,
+        step=context[0],
     )
     verifier = _Verifier(
         records=records,
@@ -459,6 +478,6 @@ def verify_fused(
 
 def _fused_entries(batch: Batch, bs: int) -> int:
     """The most entries that the tables could name, to keep the chunks of small ones small."""
-    return max(1, min(bs * max(batch.width, 1), INT32_MAX))
+    return max(1, min(bs * max(-(-batch.width // batch.stride), 1), INT32_MAX))
 
 

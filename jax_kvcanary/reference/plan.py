@@ -37,6 +37,8 @@ class Batch:
         valid_lens: Any,
         position_offset: int,
         padding_req: int | None,
+        position_stride: int = 1,
+        step: int = 0,
     ) -> None:
         if table.mapping is None and swa_window_size > 0:
             raise ValueError("kv-canary: full_to_swa_index_mapping is required when swa_window_size > 0")
@@ -53,6 +55,9 @@ class Batch:
             require_length("req_to_verify_expected_tokens_valid_lens", self.valid_lens, len(self.rows))
         self.position_offset = position_offset
         self.padding_req = padding_req
+        if position_stride < 1:
+            raise ValueError(f"kv-canary: position_stride must be at least 1, got {position_stride}")
+        self.position_stride, self.step = position_stride, step
 
     def is_padding(self, batch_row: int) -> bool:
         """Whether the row is a dummy that contributes nothing."""
@@ -71,7 +76,8 @@ class Batch:
             return range(0)
         prefix = self.prefix_lens[batch_row]
         window_start = max(0, prefix - self.swa_window_size) if self.swa_window_size > 0 else 0
-        return range(max(window_start, self.table.oldest_checkable(prefix)), prefix)
+        start = max(window_start, self.table.oldest_checkable(prefix))
+        return range(start + (self.step - start) % self.position_stride, prefix, self.position_stride)
 
     def slot(self, batch_row: int, position: int) -> int:
         """The slot of a position of the row; -1 before the first one."""

@@ -58,6 +58,11 @@ def read_record(records: NDArray[np.uint32], slot: int) -> Record:
     return Record(signed(token), signed(position), prev_hash, real_kv_hash)
 
 
+def is_blank(records: NDArray[np.uint32], slot: int) -> bool:
+    """Whether the record's own words are zero, whatever its provenance says."""
+    return not records[slot, :RECORD_WORDS].any()
+
+
 def is_unwritten(records: NDArray[np.uint32], slot: int) -> bool:
     """Whether every word of the record, provenance included, is zero."""
     words = PROVENANCE_RECORD_WORDS if has_provenance(records) else RECORD_WORDS

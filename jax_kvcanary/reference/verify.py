@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax_kvcanary.reference.hashing import head_hash
 from jax_kvcanary.reference.integers import clamp, integers, item, require_length, scalar
 from jax_kvcanary.reference.log import LogWriter, context_word
 from jax_kvcanary.reference.plan import Batch, Entry
-from jax_kvcanary.reference.record import as_records, is_unwritten, read_record
+from jax_kvcanary.reference.record import as_records, is_blank, is_unwritten, read_record
 from jax_kvcanary.reference.source import SlotHash, SourceReader, as_source_tags
 from jax_kvcanary.reference.table import SlotTable
 from jax_kvcanary.spec import INT32_MAX, FailReason, RealKvHashMode, TableKind, Verdict
@@ -24,6 +25,8 @@ class _Verdicts:
     def __init__(self, bs: int) -> None:
         self.verdict = [int(Verdict.NOT_CHECKED)] * bs
         self.first_bad_position = [-1] * bs
+        self.unattested = [0] * bs
+        self.first_unattested_position = [-1] * bs
 
     def knows(self, batch_row: int) -> bool:
         return 0 <= batch_row < len(self.verdict)
@@ -40,8 +43,16 @@ class _Verdicts:
             position, first = clamp(expected_position, 0, INT32_MAX), self.first_bad_position[batch_row]
             self.first_bad_position[batch_row] = position if first < 0 else min(first, position)
 
+    def left_out(self, batch_row: int, expected_position: int) -> None:
+        """An entry whose slot nobody wrote."""
+        if self.knows(batch_row):
+            self.unattested[batch_row] += 1
+            position, first = clamp(expected_position, 0, INT32_MAX), self.first_unattested_position[batch_row]
+            self.first_unattested_position[batch_row] = position if first < 0 else min(first, position)
+
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"verdict": np.array(self.verdict, np.int32), "first_bad_position": np.array(self.first_bad_position, np.int32)}
+        names = ("verdict", "first_bad_position", "unattested", "first_unattested_position")
+        return {name: np.array(getattr(self, name), np.int32) for name in names}
 
 
 class _Verifier:
@@ -64,6 +75,7 @@ class _Verifier:
         shard: Any,
         padding_slot: int | None,
         extended_checks: bool,
+        strict: bool,
     ) -> None:
         self.records = as_records(records)
         self.log = LogWriter(log, launch_tag=launch_tag, step=context_word(step), shard=context_word(shard))
@@ -77,6 +89,7 @@ class _Verifier:
         self.namespaces = integers(namespaces)
         self.padding_slot = padding_slot
         self.extended = extended_checks
+        self.tolerant = extended_checks and not strict
 
     def _window(self, source_window: Any) -> list[int] | None:
         """The sources of a rotated check in rising order, or None for a check of all of them by the combined hash."""
@@ -105,6 +118,8 @@ class _Verifier:
             return None, 0
         if prev_slot >= self.slots:
             return None, int(FailReason.SLOT_OUT_OF_RANGE)
+        if self.tolerant and is_blank(self.records, prev_slot):
+            return None, 0
         return read_record(self.records, prev_slot).chain_hash, 0
 
     def real_kv(self, slot: int, stored: int, now: SlotHash) -> tuple[bool, int, int, int]:
@@ -134,6 +149,9 @@ class _Verifier:
             if self.extended:
                 self.log.row(slot=slot, reason=FailReason.SLOT_OUT_OF_RANGE, **expected, **who)
                 verdicts.bad(batch_row, entry.expected_position)
+            return
+        if self.tolerant and is_unwritten(self.records, slot):
+            verdicts.left_out(batch_row, entry.expected_position)
             return
         verdicts.checked(batch_row)
 
@@ -224,6 +242,7 @@ def verify(
     shard: Any = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
     pass_through: bool = False,
 ) -> VerifyResult:
     """Check the entries of a plan against ``records``; only the returned log is new."""
@@ -242,6 +261,7 @@ def verify(
         shard=shard,
         padding_slot=padding_slot,
         extended_checks=extended_checks,
+        strict=strict,
     )
     checks = plan.verify if isinstance(plan, Plan) else plan
     result = verifier.run(
@@ -262,6 +282,7 @@ def verify_fused(
     req_to_token: Any,
     launch_tag: int,
     swa_window_size: int = 0,
+    position_stride: int = 1,
     full_to_swa_index_mapping: Any = None,
     req_to_verify_expected_tokens: Any = None,
     req_to_verify_expected_tokens_valid_lens: Any = None,
@@ -283,6 +304,7 @@ def verify_fused(
     shard: Any = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
     pass_through: bool = False,
 ) -> VerifyResult:
     """What plan with unlimited capacity followed by verify reports, straight from tables and lengths.
@@ -304,6 +326,7 @@ def verify_fused(
         shard=shard,
         padding_slot=padding_slot,
         extended_checks=extended_checks,
+        strict=strict,
     )
     batch = Batch(
         req_pool_indices=req_pool_indices,
@@ -322,6 +345,8 @@ def verify_fused(
         valid_lens=req_to_verify_expected_tokens_valid_lens,
         position_offset=kv_token_id_vs_position_offset,
         padding_req=padding_req,
+        position_stride=position_stride,
+        step=context_word(step),
     )
     bs = len(batch.rows)
     result = verifier.run(
@@ -334,9 +359,4 @@ def verify_fused(
 
 
 def _with_buffers(result: VerifyResult, buffers: Sequence[Any], pass_through: bool) -> VerifyResult:
-    return VerifyResult(
-        log=result.log,
-        verdict=result.verdict,
-        first_bad_position=result.first_bad_position,
-        real_kv_buffers=tuple(buffers) if pass_through else (),
-    )
+    return dataclasses.replace(result, real_kv_buffers=tuple(buffers) if pass_through else ())

@@ -10,7 +10,7 @@ import numpy as np
 from jax_kvcanary.reference.hashing import head_hash, mix3
 from jax_kvcanary.reference.integers import clamp, integers, item, require_length, scalar, signed
 from jax_kvcanary.reference.log import LogWriter, context_word
-from jax_kvcanary.reference.record import Provenance, Record, as_records, read_record, store_record
+from jax_kvcanary.reference.record import Provenance, Record, as_records, is_blank, read_record, store_record
 from jax_kvcanary.reference.source import SourceReader, as_source_tags
 from jax_kvcanary.spec import FailReason, RealKvHashMode, Verdict
 from jax_kvcanary.state import Plan, ViolationLog, WritePlan, WriteResult
@@ -40,6 +40,7 @@ def write(
     shard: Any = 0,
     padding_slot: int | None = 0,
     extended_checks: bool = True,
+    strict: bool = True,
 ) -> WriteResult:
     """Stamp the entries of a plan, requests in order and entries in order; records, tags and log are returned, not changed in place."""
     has_expected = expected_input_tokens is not None or expected_input_positions is not None
@@ -88,10 +89,13 @@ def write(
 
         # Where the chain starts: after the seed's record, or as a head of the request's namespace.
         namespace, seed = item(namespace_of, r, 0), seeds[r]
-        running, previous_position = head_hash(namespace), None
+        running, previous_position, asserts_positions = head_hash(namespace), None, False
         if begin < end and 0 <= seed < slots:
             seed_record = read_record(new_records, seed)
             running, previous_position = seed_record.chain_hash, seed_record.position
+            asserts_positions = chain_position_assert
+            if extended_checks and not strict and is_blank(new_records, seed):
+                previous_position = None  # nobody wrote it: its position is not known
         elif begin < end and seed != -1 and extended_checks:
             writer.row(slot=seed, reason=FailReason.SLOT_OUT_OF_RANGE, chain_hash=running, aux=-1, **who)
             reported = True
@@ -121,8 +125,8 @@ def write(
             if bits:
                 writer.row(reason=bits, **expected, **actual, **both_hashes, **who)
                 reported = True
-            if chain_position_assert and previous_position is not None:
-                wanted = signed(previous_position + 1)
+            if asserts_positions:
+                wanted = position if previous_position is None else signed(previous_position + 1)
                 if position != wanted:
                     chain = {"expected_token": token, "aux": wanted, "expected_position": wanted}
                     writer.row(reason=FailReason.WRITE_POSITION, **chain, **actual, **both_hashes, **who)

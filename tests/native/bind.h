@@ -62,6 +62,8 @@ class Binder {
     out.valid_lens = ints(b.valid_lens);
     out.token_offset = b.token_offset;
     out.window = b.window;
+    out.stride = b.stride;
+    out.step = input(case_.launch.context.data(), 1, 4);
     out.has_padding_req = b.has_padding_req;
     out.padding_req = b.padding_req;
     return out;
@@ -100,11 +102,14 @@ class Binder {
     out.batch_size = case_.batch.size();
     out.verdict = verdict_ = space<int32_t>(out.batch_size, 4);
     out.first_bad_position = first_bad_position_ = space<int32_t>(out.batch_size, 8);
+    out.unattested = unattested_ = space<int32_t>(out.batch_size, 12);
+    out.first_unattested_position = first_unattested_position_ = space<int32_t>(out.batch_size, 4);
     out.padding_slot = case_.launch.padding_slot;
     out.launch_tag = case_.launch.tag;
     out.has_padding_slot = case_.launch.has_padding_slot;
     out.check_token = v.check_token;
     out.extended = case_.launch.extended;
+    out.tolerant = case_.launch.tolerant();
     out.rotate = v.rotate && case_.sources.mode != kvcanary::kModeNone;
     return out;
   }
@@ -152,6 +157,7 @@ class Binder {
     out.has_padding_slot = case_.launch.has_padding_slot;
     out.assert_input = w.assert_input;
     out.extended = case_.launch.extended;
+    out.tolerant = case_.launch.tolerant();
     return out;
   }
 
@@ -232,7 +238,10 @@ class Binder {
       memory_.fetch(out.kernel_runs.data(), kernel_runs_, sizeof(out.kernel_runs));
       const bool is_write = case_.op == Op::kWrite;
       out.verdict = fetch_all(verdict_, is_write ? case_.write.capacity() : case_.batch.size());
-      if (!is_write) out.first_bad_position = fetch_all(first_bad_position_, case_.batch.size());
+      if (is_write) return out;
+      out.first_bad_position = fetch_all(first_bad_position_, case_.batch.size());
+      out.unattested = fetch_all(unattested_, case_.batch.size());
+      out.first_unattested_position = fetch_all(first_unattested_position_, case_.batch.size());
     }
     return out;
   }
@@ -316,6 +325,8 @@ class Binder {
   uint64_t* kernel_runs_ = nullptr;
   int32_t* verdict_ = nullptr;
   int32_t* first_bad_position_ = nullptr;
+  int32_t* unattested_ = nullptr;
+  int32_t* first_unattested_position_ = nullptr;
   int32_t* pool_ = nullptr;
   int32_t* status_ = nullptr;
   kvcanary::PlanOutput plan_;

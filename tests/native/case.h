@@ -86,6 +86,7 @@ struct Batch {
   int64_t expected_width = 0;
   Ints valid_lens;
   int64_t window = 0;
+  int64_t stride = 1;  // of a fused verify; its step is the launch's
   int64_t token_offset = 0;
   bool has_padding_req = false;
   int64_t padding_req = 0;
@@ -118,6 +119,9 @@ struct Launch {
   bool has_padding_slot = false;
   int64_t padding_slot = 0;
   bool extended = true;
+  bool strict = true;
+
+  bool tolerant() const { return extended && !strict; }
 };
 
 struct VerifyParts {
@@ -180,7 +184,7 @@ struct Result {
   std::vector<uint32_t> records, tags, ring;
   int32_t write_index = 0;
   std::array<uint64_t, kvcanary::kNumLaunchTags> slot_runs{}, kernel_runs{};
-  std::vector<int32_t> verdict, first_bad_position;
+  std::vector<int32_t> verdict, first_bad_position, unattested, first_unattested_position;
   std::vector<int64_t> slot_indices, expected_tokens, expected_positions, prev_slot_indices, batch_rows;
   int32_t num_valid = 0, enable = 0, num_valid_reqs = 0;
   std::vector<int64_t> write_offsets, seed_slots;

@@ -138,6 +138,7 @@ class Generator {
     launch.tag = static_cast<int32_t>(random_.below(kvcanary::kNumLaunchTags));
     launch.context = {static_cast<uint32_t>(random_.next()), static_cast<uint32_t>(random_.next())};
     launch.extended = random_.below(3) != 0;
+    launch.strict = random_.one_in(2);
     launch.has_padding_slot = !random_.one_in(4);
     launch.padding_slot = random_.pick<int64_t>({0, 0, 0, random_.between(0, 8)});
     if (random_.one_in(5)) launch.padding_slot = hostile_value(random_, case_.state.slots, true);
@@ -494,7 +495,7 @@ class Generator {
         bytes[static_cast<size_t>(random_.below(static_cast<int64_t>(bytes.size())))] ^=
             static_cast<unsigned char>(random_.between(1, 255));
     }
-    if (slots > 0 && random_.one_in(4)) {
+    for (int64_t n = random_.pick<int64_t>({0, 0, 0, 1, 1, slots / 4, slots}); n > 0 && slots > 0; --n) {
       const int64_t slot = random_.below(slots);
       for (int word = 0; word < state.words; ++word) records[record_at(state, slot, word)] = 0;
     }
@@ -526,7 +527,7 @@ class Generator {
     } else {
       make_verify_batch();
       make_verify_parts();
-      entries = model_entries(case_.batch);
+      entries = model_entries(case_.batch, 0);
       for (int64_t r = 0; r < case_.batch.size(); ++r) out.row_status.push_back(model_request(case_.batch, r).status);
       const auto column = [&](int64_t ModelEntry::* member) {
         const bool wide = random_.one_in(2);
@@ -558,8 +559,14 @@ class Generator {
     make_sources();
     make_verify_batch();
     case_.batch.extend_seq_lens = {};
+    if (random_.one_in(2)) {
+      case_.batch.stride =
+          random_.pick<int64_t>({2, 3, 4, 7, 16, random_.between(1, 40), kMax32, kMax32 - random_.below(1000), random_.between(1, kMax32)});
+    }
     make_verify_parts();
-    stamp(model_entries(case_.batch));
+    Batch every = case_.batch;
+    every.stride = 1;
+    stamp(model_entries(every, 0));
   }
 
   // --- write ---

@@ -155,7 +155,9 @@ inline std::string check(const Case& c, const Expected& expected, const Result& 
     } else {
       found.insert(found.end(), {difference("records", want.records, got.records), difference("tags", want.tags, got.tags),
                                  check_log(expected, got), difference("verdict", want.verdict, got.verdict),
-                                 difference("first_bad_position", want.first_bad_position, got.first_bad_position)});
+                                 difference("first_bad_position", want.first_bad_position, got.first_bad_position),
+                                 difference("unattested", want.unattested, got.unattested),
+                                 difference("first_unattested_position", want.first_unattested_position, got.first_unattested_position)});
     }
   }
   for (const std::string& text : found) {
@@ -176,6 +178,8 @@ class Coverage {
     if (c.op == Op::kScatter) return;
     for (const int32_t v : expected.result.verdict) ++verdicts_[static_cast<size_t>(v)];
     const bool is_write = c.op == Op::kWrite;
+    if (expected.tolerated > 0) count(is_write ? "write_tolerated" : "verify_tolerated");
+    if (c.op == Op::kVerifyFused && c.batch.stride > 1 && expected.checked_ok > 1) count("strided");
     for (const Row& row : expected.rows) {
       for (uint64_t bit = 1; bit <= kvcanary::kUnwritten; bit *= 2) {
         if (row[kvcanary::kColReason] & bit) count((is_write ? "write_bit_" : "verify_bit_") + std::to_string(bit));

@@ -25,6 +25,7 @@ struct Expected {
   // Requests touch each other's slots, so the outcome on a parallel backend depends on their order.
   bool order_sensitive = false;
   int64_t checked_ok = 0;                     // verdicts, entries: how much a case has exercised
+  int64_t tolerated = 0;                      // entries not checked, predecessors and seeds not believed, since nobody wrote them
   int64_t entries = 0;                        // of a plan: entries in total, beyond its capacity too
   std::vector<std::set<int32_t>> candidates;  // of a scatter with a row named twice: what a cell may hold
 };
@@ -163,6 +164,13 @@ inline void set_model_record(const State& s, std::vector<uint32_t>& records, int
   set_word_pair(records, record_at(s, slot, 6), r.real_kv_hash);
 }
 
+inline bool model_blank(const State& s, const std::vector<uint32_t>& records, int64_t slot, int words) {
+  for (int w = 0; w < words; ++w) {
+    if (records.at(record_at(s, slot, w)) != 0) return false;
+  }
+  return true;
+}
+
 inline uint64_t model_next(const ModelRecord& r) { return model_chain(r.prev_hash, r.token, r.position); }
 
 inline Row model_row(const Case& c, int64_t slot, uint64_t reason, int64_t batch_row, int64_t req_pool_idx) {
@@ -268,11 +276,12 @@ inline int64_t model_total(const Batch& b) {
   return total;
 }
 
-inline std::vector<ModelEntry> model_entries(const Batch& b) {
+inline std::vector<ModelEntry> model_entries(const Batch& b, uint32_t step) {
   std::vector<ModelEntry> out;
   for (int64_t r = 0; r < b.size(); ++r) {
     const ModelRequest request = model_request(b, r);
     for (int64_t p = request.begin; p < request.end; ++p) {
+      if (p % b.stride != step % b.stride) continue;
       out.push_back({model_slot(b, r, p), model_prev_slot(b, r, p), p, model_expected_token(b, r, p), r});
     }
   }
@@ -301,7 +310,7 @@ inline Expected expect_plan(const Case& c) {
     result.row_status.push_back(request.status);
   }
   if (result.enable == 0) return out;
-  for (const ModelEntry& e : model_entries(b)) {
+  for (const ModelEntry& e : model_entries(b, 0)) {
     result.slot_indices.push_back(model_narrow(e.slot, wide));
     result.expected_tokens.push_back(model_narrow(e.token, wide));
     result.expected_positions.push_back(model_narrow(e.position, wide));
@@ -360,6 +369,7 @@ inline ModelChain model_chain_of(const Case& c, const std::vector<uint32_t>& rec
   }
   if (c.launch.has_padding_slot && e.prev_slot == c.launch.padding_slot) return {false, false, 0};
   if (e.prev_slot >= slots) return {false, true, 0};
+  if (c.launch.tolerant() && model_blank(c.state, records, e.prev_slot, 8)) return {false, false, 0};
   return {true, false, model_next(model_record(c.state, records, e.prev_slot))};
 }
 
@@ -383,6 +393,8 @@ inline Expected expect_verify(const Case& c, const std::vector<ModelEntry>& entr
   std::vector<int32_t>& first_bad = out.result.first_bad_position;
   verdict.assign(static_cast<size_t>(bs), kvcanary::kNotChecked);
   first_bad.assign(static_cast<size_t>(bs), -1);
+  out.result.unattested.assign(static_cast<size_t>(bs), 0);
+  out.result.first_unattested_position.assign(static_cast<size_t>(bs), -1);
   if (!enable) return out;
 
   const std::vector<uint32_t>& records = c.state.records.values;
@@ -410,9 +422,20 @@ inline Expected expect_verify(const Case& c, const std::vector<ModelEntry>& entr
       reason = kvcanary::kSlotOutOfRange;
     } else {
       const ModelRecord record = model_record(c.state, records, e.slot);
+      const bool blank = model_blank(c.state, records, e.slot, c.state.words >= 16 ? 16 : 8);
+      if (blank && c.launch.tolerant()) {
+        ++out.tolerated;
+        if (!known) continue;
+        out.result.unattested[static_cast<size_t>(e.batch_row)] += 1;
+        int32_t& position = out.result.first_unattested_position[static_cast<size_t>(e.batch_row)];
+        const int32_t here = static_cast<int32_t>(std::clamp<int64_t>(e.position, 0, kMax32));
+        if (position == -1 || here < position) position = here;
+        continue;
+      }
       const ModelChain chain = model_chain_of(c, records, e, slots);
       if (chain.reachable && record.prev_hash != chain.hash) reason |= kvcanary::kVerifyChainHash;
       if (chain.out_of_range && extended) reason |= kvcanary::kSlotOutOfRange;
+      if (!chain.reachable && !chain.out_of_range && c.launch.tolerant()) ++out.tolerated;
       if (static_cast<int64_t>(record.position) != e.position) reason |= kvcanary::kVerifyPosition;
       if (c.verify.check_token && e.token != -1 && static_cast<int64_t>(record.token) != e.token) reason |= kvcanary::kVerifyToken;
       const SlotHashes& real = real_kv.of(e.slot);
@@ -437,8 +460,6 @@ inline Expected expect_verify(const Case& c, const std::vector<ModelEntry>& entr
           if (tag(static_cast<int64_t>(k)) != real.tags[k]) first_bad_source = static_cast<int64_t>(k);
         }
       }
-      bool blank = true;
-      for (int w = 0; w < (c.state.words >= 16 ? 16 : 8); ++w) blank = blank && records.at(record_at(c.state, e.slot, w)) == 0;
       if (blank && extended) reason |= kvcanary::kUnwritten;
       row[kvcanary::kColPosition] = record.position;
       row[kvcanary::kColToken] = record.token;
@@ -464,7 +485,7 @@ inline Expected expect_verify(const Case& c, const std::vector<ModelEntry>& entr
 inline Expected expect_verify_fused(const Case& c) {
   std::vector<int32_t> status;
   for (int64_t r = 0; r < c.batch.size(); ++r) status.push_back(model_request(c.batch, r).status);
-  return expect_verify(c, model_entries(c.batch), status, true);
+  return expect_verify(c, model_entries(c.batch, c.launch.context[0]), status, true);
 }
 
 // --- write ---
@@ -516,12 +537,16 @@ inline Expected expect_write(const Case& c) {
       const int64_t seed = w.seed_slots.at(r);
       uint64_t running = model_anchor(w.namespaces.get(r, 0));
       uint64_t previous = 0;
-      bool assert_position = false;
+      bool assert_position = false, position_known = true;
       if (seed >= 0 && seed < slots) {
         const ModelRecord record = model_record(c.state, records, seed);
         running = model_next(record);
         previous = record.position;
         assert_position = w.chain_position_assert != 0;
+        if (c.launch.tolerant() && model_blank(c.state, records, seed, 8)) {
+          position_known = false;
+          ++out.tolerated;
+        }
         sharing.reads(r, seed);
       } else if (seed != -1 && extended) {
         Row row = model_row(c, seed, kvcanary::kSlotOutOfRange, r, req_pool_idx);
@@ -549,7 +574,7 @@ inline Expected expect_write(const Case& c) {
         row[kvcanary::kColRealKvHash] = row[kvcanary::kColExpectedRealKvHash] = real;
         if (reason != 0 && (inside || extended)) out.rows.push_back(row);
         if (!inside) continue;
-        if (assert_position && static_cast<uint64_t>(position) != previous + 1) {
+        if (assert_position && position_known && static_cast<uint64_t>(position) != previous + 1) {
           row[kvcanary::kColReason] = kvcanary::kWritePosition;
           row[kvcanary::kColExpectedToken] = static_cast<uint64_t>(token);
           row[kvcanary::kColAux] = row[kvcanary::kColExpectedPosition] = previous + 1;
@@ -568,6 +593,7 @@ inline Expected expect_write(const Case& c) {
         sharing.stores(r, slot);
         running = model_chain(running, static_cast<uint64_t>(token), static_cast<uint64_t>(position));
         previous = static_cast<uint64_t>(position);
+        position_known = true;
         ++stored;
       }
     }

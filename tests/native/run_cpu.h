@@ -153,8 +153,23 @@ inline Case planned_twin(const Case& fused, kvcanary::Executor& executor) {
   Case plan = fused;
   plan.op = Op::kPlan;
   plan.plan = {model_total(fused.batch) + 3, fused.batch.size(), true};
+  plan.batch.stride = 1;
   plan.batch.extend_seq_lens.values.assign(static_cast<size_t>(fused.batch.size()), 0);
-  const Result planned = run_cpu(plan, executor).result;
+  Result planned = run_cpu(plan, executor).result;
+  const int64_t stride = fused.batch.stride;
+  if (stride > 1) {
+    // The entries of this step, moved to the front.
+    int32_t kept = 0;
+    for (size_t i = 0; i < planned.slot_indices.size(); ++i) {
+      if (planned.expected_positions[i] % stride != fused.launch.context[0] % stride) continue;
+      for (std::vector<int64_t>* column : {&planned.slot_indices, &planned.expected_tokens, &planned.expected_positions,
+                                           &planned.prev_slot_indices, &planned.batch_rows}) {
+        (*column)[static_cast<size_t>(kept)] = (*column)[i];
+      }
+      ++kept;
+    }
+    planned.num_valid = kept;
+  }
   Case out = fused;
   out.op = Op::kVerify;
   out.entries.slot_indices = {planned.slot_indices, true, 0};
