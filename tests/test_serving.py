@@ -24,6 +24,7 @@ from jax_kvcanary.serving import (
     dense_logits,
     drive,
     random_params,
+    steps,
     weights,
 )
 from jax_kvcanary.serving.pages import PageAllocator
@@ -34,8 +35,7 @@ CONFIG = LlamaConfig()
 PAGE = 4
 CONTEXT = 64
 ENGINE = EngineConfig(page_size=PAGE, num_pages=40, max_batch=4, max_context=CONTEXT, chunk_size=12, decode_steps=4, host_pages=24)
-TIGHT = dataclasses.replace(ENGINE, num_pages=20)
-NO_HOST = dataclasses.replace(TIGHT, host_pages=0)
+TIGHT = 20  # pages withheld from the pool, so that memory is short in programs that are compiled already
 TRAFFIC = TrafficConfig(max_context=CONTEXT, prompt_length=(1, 16), output_length=(1, 14), prefix_length=(4, 30))
 
 
@@ -49,8 +49,12 @@ def shadow(slots: int) -> ShadowCanary:
     return ShadowCanary(slots)
 
 
-def make_engine(config: EngineConfig = ENGINE, *, guarded: bool = False, monitor=None) -> Engine:
-    return Engine(CONFIG, params(), shadow(config.num_pages * config.page_size) if guarded else None, engine_config=config, monitor=monitor)
+def make_engine(config: EngineConfig = ENGINE, *, withhold: int = 0, guarded: bool = False, monitor=None) -> Engine:
+    canary = shadow(config.num_pages * config.page_size) if guarded else None
+    engine = Engine(CONFIG, params(), canary, engine_config=config, monitor=monitor)
+    for page in range(1, withhold + 1):
+        engine.allocator.quarantine(page)
+    return engine
 
 
 def prompt_of(length: int, *, seed: int = 0) -> list[int]:
@@ -93,25 +97,23 @@ def test_one_request_agrees_with_a_dense_pass(length: int) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize(
-    "config", [ENGINE, TIGHT, dataclasses.replace(ENGINE, host_pages=0, num_pages=24)], ids=["roomy", "tight", "no host"]
-)
-def test_traffic_agrees_with_a_dense_pass(config: EngineConfig) -> None:
+@pytest.mark.parametrize(("withhold", "host_pages"), [(0, 24), (TIGHT, 24), (TIGHT, 0)], ids=["roomy", "tight", "no host"])
+def test_traffic_agrees_with_a_dense_pass(withhold: int, host_pages: int) -> None:
     """Chunks, shared and copied pages, preemption, eviction, offload and several decode steps a call, all mixed."""
-    engine = make_engine(config)
+    engine = make_engine(dataclasses.replace(ENGINE, host_pages=host_pages), withhold=withhold)
     drive(engine, Traffic(TRAFFIC, seed=5), steps=400, on_step=lambda *_: engine.check(), forget=False)
     engine.run()
     engine.check()
     assert assert_dense(engine) > 500
     assert {request.status.value for request in engine.requests.values()} == {"finished", "cancelled"}
     assert engine.cache.evictions > 20 and sum(request.cached_tokens for request in engine.requests.values()) > 200
-    if config is TIGHT:
-        assert engine.scheduler.preemptions > 0 and engine.cache.loads > 10
+    if withhold:
+        assert engine.scheduler.preemptions > 0 and (engine.cache.loads > 10) == (host_pages > 0)
 
 
 def test_forks_preempted_requests_and_load_backs_agree_with_a_dense_pass() -> None:
     """Each feature on purpose, and a proof that it took place."""
-    engine = make_engine(dataclasses.replace(TIGHT, host_pages=80))
+    engine = make_engine(dataclasses.replace(ENGINE, host_pages=80), withhold=TIGHT)
     first = prompt_of(22)
     done = engine.add_request(first, SamplingParams(max_new_tokens=4))
     engine.run()
@@ -173,7 +175,7 @@ def test_parallel_samples_differ_by_seed_and_repeat_by_seed() -> None:
         runs.append([engine.run()[request_id].output for request_id in ids])
     assert runs[0] == runs[1]
     assert len({tuple(output) for output in runs[0]}) == 3
-    alone = make_engine(TIGHT)
+    alone = make_engine(withhold=TIGHT)
     request_id = alone.add_request(prompt_of(9), dataclasses.replace(sampling, seed=8))
     assert alone.run()[request_id].output == runs[0][1]
 
@@ -194,18 +196,37 @@ def test_a_fork_goes_on_from_where_its_leader_is(calls: int) -> None:
         engine.fork(leader)
 
 
-def test_a_request_ends_at_an_end_token() -> None:
+@functools.lru_cache
+def ended_early() -> tuple[EngineConfig, list[int]]:
+    """A config whose end token comes up in the answer to a known prompt, and the answer up to it."""
     engine = make_engine()
     request_id = engine.add_request(prompt_of(5), SamplingParams(max_new_tokens=12))
     output = engine.run()[request_id].output
-    eos = output[6]
-    assert eos not in output[:6]
-    stopped = make_engine(dataclasses.replace(ENGINE, eos_token_ids=(eos,)))
-    ids = [stopped.add_request(prompt_of(5 + i), SamplingParams(max_new_tokens=12)) for i in (0, 1)]
-    results = stopped.run()
-    assert results[ids[0]].output == output[:7] and results[ids[0]].finish_reason == "stop"
-    assert_dense(stopped)
-    stopped.check()
+    assert output[6] not in output[:6]
+    return dataclasses.replace(ENGINE, eos_token_ids=(output[6],), batch_buckets=(2, 4)), output[:7]
+
+
+def test_nothing_is_compiled_after_warm_up() -> None:
+    config, _ = ended_early()
+    steps.compiled_steps.cache_clear()
+    engine = make_engine(config, withhold=TIGHT)
+    programs = engine.warm_up()
+    assert programs == len(batching.all_buckets(config)) + 2  # and one page to the host and back
+    names: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: names.append(name))
+    drive(engine, Traffic(TRAFFIC, seed=1), steps=200)
+    assert engine.cache.loads > 0 and engine.compile_count == programs
+    assert [name for name in names if "backend_compile" in name] == []
+
+
+def test_a_request_ends_at_an_end_token() -> None:
+    config, expected = ended_early()
+    engine = make_engine(config)
+    ids = [engine.add_request(prompt_of(5 + i), SamplingParams(max_new_tokens=12)) for i in (0, 1)]
+    results = engine.run()
+    assert results[ids[0]].output == expected and results[ids[0]].finish_reason == "stop"
+    assert_dense(engine)
+    engine.check()
 
 
 # ---------------------------------------------------------------------------------------------- sampling
@@ -236,19 +257,6 @@ def test_sampling_keeps_to_top_k_and_top_p() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- bookkeeping
-
-
-def test_nothing_is_compiled_after_warm_up() -> None:
-    nobody = CONFIG.vocab_size  # an end token of its own: programs of other tests do not count
-    config = dataclasses.replace(TIGHT, batch_buckets=(2, 4), eos_token_ids=(nobody,))
-    engine = make_engine(config)
-    programs = engine.warm_up()
-    assert programs == len(batching.all_buckets(config)) + 2  # and one page to the host and back
-    names: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: names.append(name))
-    drive(engine, Traffic(TRAFFIC, seed=1), steps=150)
-    assert engine.cache.loads > 0 and engine.compile_count == programs
-    assert [name for name in names if "backend_compile" in name] == []
 
 
 def test_warm_up_leaves_no_trace() -> None:
@@ -317,7 +325,7 @@ def test_the_same_seed_gives_the_same_traffic() -> None:
 def test_two_runs_of_the_same_traffic_are_equal() -> None:
     runs = []
     for _ in range(2):
-        engine = make_engine(TIGHT)
+        engine = make_engine(withhold=TIGHT)
         drive(engine, Traffic(TRAFFIC, seed=9), steps=120, forget=False)
         runs.append([(request.output, request.status, request.preemptions) for request in engine.requests.values()])
     assert runs[0] == runs[1]
@@ -369,12 +377,12 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
 # ---------------------------------------------------------------------------------------------- the canary
 
 
-@pytest.mark.parametrize("config", [ENGINE, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("withhold", [0, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_strict_canary_is_silent_over_traffic(config: EngineConfig, seed: int) -> None:
+def test_a_strict_canary_is_silent_over_traffic(withhold: int, seed: int) -> None:
     """Copies, releases, exports and imports are all announced, tokens and bytes are where the engine says."""
     monitor = ShadowMonitor()
-    engine = make_engine(config, guarded=True, monitor=monitor)
+    engine = make_engine(withhold=withhold, guarded=True, monitor=monitor)
     engine.warm_up()
 
     def on_step(_, result) -> None:
@@ -465,8 +473,7 @@ def test_a_bad_cached_page_is_not_met_twice() -> None:
 
 def test_a_damaged_page_is_not_loaded_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    config = dataclasses.replace(TIGHT, host_pages=40)
-    engine = make_engine(config, guarded=True)
+    engine = make_engine(dataclasses.replace(ENGINE, host_pages=40), withhold=TIGHT, guarded=True)
     first = engine.add_request(prompt_of(22), SamplingParams(max_new_tokens=4))
     engine.run()
     for seed in range(1, 5):

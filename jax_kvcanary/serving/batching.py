@@ -24,7 +24,8 @@ class StepInput:
     req_pool_indices, prefix_lens, extend_lens, valid_lens: int32 ``[bs]``, row 0 is padding. input_ids, positions, out_cache_loc:
     int32 ``[tokens]``. req_to_token, token_ids: int32 ``[rows, context]``, the slot and the token of each position. request_ids,
     namespaces: uint32 ``[bs, 2]``, low word first. copy_src, copy_dst, released: int32 pages, padded with -1. temperature, top_p:
-    float32 ``[bs]``. top_k: int32 ``[bs]``. seeds: uint32 ``[bs]``. armed: bool scalar, False for a dummy batch. num_steps: int32
+    float32 ``[bs]``. top_k: int32 ``[bs]``. seeds: uint32 ``[bs]``. armed: bool scalar, False for a dummy batch. stop_on_bad: bool scalar,
+    whether a bad request ends the decode loop. num_steps: int32
     scalar, decode steps.
     """
 
@@ -47,6 +48,7 @@ class StepInput:
     top_p: Any
     seeds: Any
     armed: Any
+    stop_on_bad: Any
     num_steps: Any
 
 
@@ -117,6 +119,7 @@ def build_batch(
         top_p=_column(bucket.bs, [entry.request.sampling.top_p for entry in entries], np.float32, 1),
         seeds=_column(bucket.bs, [entry.request.sampling.seed for entry in entries], np.uint32),
         armed=np.bool_(True),
+        stop_on_bad=np.bool_(config.on_bad != "ignore"),
         num_steps=np.int32(plan.num_steps),
     )
 

@@ -28,7 +28,6 @@ class StepStatics:
     page_size: int
     max_steps: int
     eos_token_ids: tuple[int, ...]
-    stop_on_bad: bool
 
     @classmethod
     def of(cls, model: LlamaConfig, engine: EngineConfig, canary: Any) -> StepStatics:
@@ -38,7 +37,6 @@ class StepStatics:
             page_size=engine.page_size,
             max_steps=engine.decode_steps,
             eos_token_ids=engine.eos_token_ids,
-            stop_on_bad=engine.on_bad != "ignore",
         )
 
 
@@ -215,8 +213,8 @@ def next_slots(batch: StepInput, prefix_lens: jax.Array) -> jax.Array:
 def must_stop(statics: StepStatics, batch: StepInput, tokens: jax.Array, verdict: Any) -> jax.Array:
     """Whether a request of the batch has reached its end, or is bad and must not go on."""
     stop = jnp.isin(tokens, jnp.array(statics.eos_token_ids, jnp.int32))
-    if verdict is not None and statics.stop_on_bad:
-        stop |= verdict.verdict == VERDICT_BAD
+    if verdict is not None:
+        stop |= batch.stop_on_bad & (verdict.verdict == VERDICT_BAD)
     return jnp.any(stop & (batch.extend_lens > 0))
 
 
