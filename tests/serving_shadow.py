@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvcanary.config import CanaryConfig
+
 
 @dataclasses.dataclass
 class ShadowVerdict:
@@ -37,6 +39,7 @@ class ShadowCanary:
     """Strict: a verified slot must have been stamped or moved there, and must not have been released."""
 
     copy_page_size = 1
+    config = CanaryConfig()
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

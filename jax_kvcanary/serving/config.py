@@ -49,7 +49,9 @@ class EngineConfig:
     are compiled, ascending, each ending at its maximum (max_batch, chunk_size, max_context / page_size); empty means the maximum
     alone. host_pages: pages that host memory keeps of what the prefix cache evicts. release_capacity: freed pages announced in one
     batch. eos_token_ids: tokens that end a request. on_bad: what becomes of a request that the canary calls bad: "ignore", "drop" or
-    "recompute"; after max_recomputes it is dropped. engine_id: upper 32 bits of every request id. cache_dtype: of the pool.
+    "recompute"; after max_recomputes it is dropped. check_writes: the canary compares what each
+    layer wrote with the pool. sweep_every: calls of step between two sweeps of cached pages, for a canary with a sweep_capacity; 0
+    means none. engine_id: upper 32 bits of every request id. cache_dtype: of the pool.
 
     Raises:
       ValueError: a size out of range, buckets that do not end at their maximum, or an unknown policy.
@@ -70,13 +72,15 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     on_bad: str = "ignore"
     max_recomputes: int = 3
+    check_writes: bool = False
+    sweep_every: int = 1
     engine_id: int = 0
     cache_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch", "max_context", "decode_steps", "release_capacity"):
             _at_least("EngineConfig", name, getattr(self, name), 1)
-        for name in ("host_pages", "max_recomputes", "engine_id"):
+        for name in ("host_pages", "max_recomputes", "sweep_every", "engine_id"):
             _at_least("EngineConfig", name, getattr(self, name), 0)
         _at_least("EngineConfig", "num_pages", self.num_pages, 2)
         if self.chunk_size <= self.max_batch:

@@ -13,12 +13,12 @@ import numpy as np
 from jax_kvcanary.canary import Canary
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.layouts import Layout
-from jax_kvcanary.serving.batching import Bucket, StepInput, all_buckets, build_batch, choose_bucket, dummy_batch
+from jax_kvcanary.serving.batching import Bucket, StepInput, all_buckets, build_batch, build_sweep, choose_bucket, dummy_batch
 from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
 from jax_kvcanary.serving.model import Params, make_pool, pool_shapes
 from jax_kvcanary.serving.offload import DeviceState, HostStore
 from jax_kvcanary.serving.pages import DUMMY_PAGE, PageAllocator
-from jax_kvcanary.serving.plan import Request, StepPlan
+from jax_kvcanary.serving.plan import CachedPage, Request, StepPlan
 from jax_kvcanary.serving.prefix_cache import PrefixCache
 from jax_kvcanary.serving.sampling import SamplingParams
 from jax_kvcanary.serving.scheduler import Scheduler
@@ -111,6 +111,9 @@ class Engine:
         )
         self.scheduler = Scheduler(self.engine_config, self.allocator, self.cache)
         self.requests: dict[int, Request] = {}
+        self._calls = 0
+        self._canary_step = 0  # steps that the canary has counted, dummy ones included
+        self._sweep_pages = 0 if canary is None else canary.config.sweep_capacity // self.engine_config.page_size
         self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
 
     # -------------------------------------------------------------------------------------------- requests
@@ -191,6 +194,9 @@ class Engine:
         """Compile every bucket with an unarmed batch of padding; returns the number of compiled programs."""
         for bucket, is_decode in all_buckets(self.engine_config):
             self._launch(dummy_batch(self.engine_config, bucket), bucket, is_decode=is_decode)
+            self._canary_step += 1
+        if self._sweep_pages:
+            self._sweep([])
         if self.engine_config.host_pages:
             self.store.load(self.store.save(DUMMY_PAGE), DUMMY_PAGE)
         self._announce_releases([])
@@ -210,9 +216,14 @@ class Engine:
             token_ids=self.scheduler.token_ids,
             released=self._releases_for_batch(),
         )
+        sweep = self._launch_sweep()
         results, report = self._launch(batch, bucket, is_decode=plan.is_decode)
+        gone = self.scheduler.take_released()
         self.scheduler.launched()
-        outcome = self._commit(plan, jax.device_get(results))
+        results, swept = jax.device_get((results, sweep.verdicts))
+        self._record(batch, len(plan.entries), steps=int(results["steps"]), gone=gone)
+        quarantined = self._quarantine(results["verdict"], int(results["steps"])) + self._quarantine_swept(sweep, swept)
+        outcome = self._commit(plan, results, quarantined)
         return dataclasses.replace(outcome, events=self._observe(report))
 
     def run(self, *, max_steps: int | None = None, on_step: Callable[[StepResult], None] | None = None) -> dict[int, Result]:
@@ -244,12 +255,11 @@ class Engine:
         )
         return results, report
 
-    def _commit(self, plan: StepPlan, results: dict[str, Any]) -> StepResult:
+    def _commit(self, plan: StepPlan, results: dict[str, Any], quarantined: list[int]) -> StepResult:
         """Give each request its tokens, or what its verdict asks for."""
         steps = int(results["steps"])
         tokens: dict[int, list[int]] = {}
         bad: dict[int, int] = {}
-        quarantined = self._quarantine(results["verdict"], steps)
         for i, entry in enumerate(plan.entries):
             request = entry.request
             position = self._first_bad_position(results["verdict"], steps, i)
@@ -276,7 +286,16 @@ class Engine:
         """Take the pages of bad slots out of use, unless bad requests are ignored."""
         if verdict is None or self.engine_config.on_bad == "ignore":
             return []
-        slots = np.concatenate([np.ravel(verdict.bad_slots[:steps]), np.ravel(verdict.first_bad_slot[:steps])])
+        named = [verdict.first_bad_slot, *jax.tree.leaves(verdict.bad_slots)]  # the latter by group
+        return self._quarantine_slots(np.concatenate([np.ravel(each[:steps]) for each in named]))
+
+    def _quarantine_swept(self, sweep: _Sweep, swept: Any) -> list[int]:
+        """The same for idle pages that a sweep found bad."""
+        if swept is None or self.engine_config.on_bad == "ignore":
+            return []
+        return self._quarantine_slots(sweep.slots[swept == VERDICT_BAD])
+
+    def _quarantine_slots(self, slots: np.ndarray) -> list[int]:
         usable = slots[(slots >= 0) & (slots < self.engine_config.num_pages * self.engine_config.page_size)]
         pages = sorted({int(slot) // self.engine_config.page_size for slot in usable} - {DUMMY_PAGE})
         self.scheduler.quarantine(pages)
@@ -303,6 +322,46 @@ class Engine:
             padded[: len(pages)] = pages
             self.device.canary_state = self.canary.release(self.device.canary_state, slots=padded, page_size=self.engine_config.page_size)
 
+    def _launch_sweep(self) -> _Sweep:
+        """Check the next cached pages, if the canary sweeps and it is time."""
+        every, calls = self.engine_config.sweep_every, self._calls
+        self._calls += 1
+        if self._sweep_pages == 0 or every == 0 or calls % every:
+            return _Sweep(np.zeros(0, np.int32), None)
+        return self._sweep(self.cache.next_portion(self._sweep_pages))
+
+    def _sweep(self, cached: Sequence[CachedPage]) -> _Sweep:
+        size = self.engine_config.page_size
+        portion = build_sweep(cached, page_size=size, capacity=self._sweep_pages * size)
+        self.device.canary_state, verdicts = self.compiled.sweep(self.device.pool, self.device.canary_state, portion)
+        return _Sweep(np.asarray(portion.slots), verdicts)
+
+    def _record(self, batch: StepInput, count: int, *, steps: int, gone: Sequence[int]) -> None:
+        """Give the monitor the tables of each model step as the host has them: evidence for the cause of a violation."""
+        if self.monitor is not None and hasattr(self.monitor, "record_batch"):
+            size = self.engine_config.page_size
+            ids = batch.request_ids[:count].astype(np.uint64)
+            tables = batch.req_to_token[batch.req_pool_indices[:count], ::size] // size
+            for step in range(steps):
+                self.monitor.record_batch(
+                    self._canary_step + step,
+                    request_ids=(ids[:, 0] | ids[:, 1] << np.uint64(32)).tolist(),
+                    tables=tables,
+                    lengths=batch.prefix_lens[:count] + batch.extend_lens[:count] + step,
+                    prefix_lengths=batch.prefix_lens[:count] + step,
+                    copies=self._copied_slots(batch) if step == 0 else None,
+                    finished=gone if step == 0 else (),
+                    page_size=size,
+                )
+        self._canary_step += steps
+
+    def _copied_slots(self, batch: StepInput) -> tuple[np.ndarray, np.ndarray]:
+        """From and to of all slots that were copied with their pages."""
+        size = self.engine_config.page_size
+        used = batch.copy_dst >= 0
+        src, dst = ((pages[used][:, None] * size + np.arange(size)).reshape(-1) for pages in (batch.copy_src, batch.copy_dst))
+        return src, dst
+
     def _observe(self, report: Any) -> Any:
         """Hand the report to the monitor, which never waits for the device."""
         if self.monitor is None or report is None:
@@ -310,6 +369,14 @@ class Engine:
         events = self.monitor.observe(report)
         self.device.canary_state = self.monitor.service(self.device.canary_state)
         return events
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """slots: int32 ``[n]`` on the host. verdicts: int32 ``[n]`` on the device, or None if there was no sweep."""
+
+    slots: np.ndarray
+    verdicts: Any
 
 
 def _check_canary(canary: Canary | None, engine_config: EngineConfig) -> None:

@@ -62,11 +62,15 @@ def feed_forward(config: LlamaConfig, layer: Params, x: jax.Array) -> jax.Array:
     return _linear(jax.nn.silu(_linear(normed, layer["ffn_gate"])) * _linear(normed, layer["ffn_up"]), layer["ffn_down"])
 
 
-def write_kv(pool_layer: jax.Array, k: jax.Array, v: jax.Array, out_cache_loc: jax.Array) -> jax.Array:
-    """Store k and v ``[tokens, kv_heads, head_dim]`` in their slots ``[tokens]``."""
+def kv_rows(k: jax.Array, v: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of the pool ``[tokens, 2 * kv_heads, head_dim]`` of k and v ``[tokens, kv_heads, head_dim]``."""
+    return jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]).astype(dtype)
+
+
+def write_kv(pool_layer: jax.Array, rows: jax.Array, out_cache_loc: jax.Array) -> jax.Array:
+    """Store rows ``[tokens, 2 * kv_heads, head_dim]`` in their slots ``[tokens]``."""
     page_size = pool_layer.shape[1]
-    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [tokens, 2 * kv_heads, head_dim]
-    return pool_layer.at[out_cache_loc // page_size, out_cache_loc % page_size].set(rows.astype(pool_layer.dtype))
+    return pool_layer.at[out_cache_loc // page_size, out_cache_loc % page_size].set(rows)
 
 
 def gather_kv(pool_layer: jax.Array, page_table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +111,7 @@ def forward(
     prefix_lens: jax.Array,
     extend_lens: jax.Array,
     max_extend: int,
-) -> tuple[jax.Array, Pool]:
+) -> tuple[jax.Array, Pool, Pool]:
     """One pass over the new tokens of all requests; their K and V are written first and read back through the pages.
 
     Args:
@@ -115,7 +119,7 @@ def forward(
       pages: int32 ``[bs, pages]``. prefix_lens, extend_lens: int32 ``[bs]``. max_extend: static, most new tokens of one request.
 
     Returns:
-      Logits float32 ``[bs, vocab]`` of each request's last new token, and the pool.
+      Logits float32 ``[bs, vocab]`` of each request's last new token, the pool, and the rows that each layer wrote.
     """
     tokens = input_ids.shape[0]
     starts = jnp.cumsum(extend_lens) - extend_lens  # [bs] first flat token of each request
@@ -126,16 +130,18 @@ def forward(
     tables = rope_tables(config, positions)
 
     x = params["embedding"][input_ids]
-    written = []
+    written, new_kv = [], []
     for layer, pool_layer in zip(params["layers"], pool, strict=True):
         q, k, v = project_qkv(config, layer, x, tables)
-        pool_layer = write_kv(pool_layer, k, v, out_cache_loc)
+        rows = kv_rows(k, v, pool_layer.dtype)
+        pool_layer = write_kv(pool_layer, rows, out_cache_loc)
         attended = attend(q[spread], *gather_kv(pool_layer, pages), query_positions)
         x = x + _linear(attended[owner, query].reshape(tokens, -1), layer["attn_output"])
         x = x + feed_forward(config, layer, x)
         written.append(pool_layer)
+        new_kv.append(rows)
     last = jnp.clip(starts + extend_lens - 1, 0, tokens - 1)
-    return output_logits(config, params, x[last]), tuple(written)
+    return output_logits(config, params, x[last]), tuple(written), tuple(new_kv)
 
 
 def output_logits(config: LlamaConfig, params: Params, x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from jax_kvcanary.serving.offload import HostPage, HostStore
 from jax_kvcanary.serving.pages import PageAllocator
+from jax_kvcanary.serving.plan import CachedPage
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +54,7 @@ class PrefixCache:
         self.offloads = 0
         self.loads = 0
         self._clock = 0
+        self._sweep_at = 0
 
     # -------------------------------------------------------------------------------------------- look up and add
 
@@ -162,6 +164,23 @@ class PrefixCache:
             return False
         self._remove(min(leaves, key=lambda node: node.last_used))
         return True
+
+    # -------------------------------------------------------------------------------------------- sweep
+
+    def next_portion(self, count: int) -> list[CachedPage]:
+        """The next pages in the pool of an endless walk over all of them."""
+        pages = [cached for namespace, root in self.roots.items() for cached in self._cached_below(root, namespace, 0, None)]
+        if not pages:
+            return []
+        start = self._sweep_at % len(pages)
+        self._sweep_at = start + count
+        return (pages[start:] + pages[:start])[:count]
+
+    def _cached_below(self, node: Node, namespace: int, position: int, parent_page: int | None) -> Iterator[CachedPage]:
+        for child in node.children.values():
+            if child.page is not None:
+                yield CachedPage(child.page, parent_page, position, child.key, namespace)
+                yield from self._cached_below(child, namespace, position + self.page_size, child.page)
 
     # -------------------------------------------------------------------------------------------- removal
 

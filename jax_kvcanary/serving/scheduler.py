@@ -33,6 +33,7 @@ class Scheduler:
         self.pinned: list[int] = []
         self.preemptions = 0
         self.load_failures = 0
+        self.released: list[int] = []  # ids of requests that gave their pages back, until the engine asks for them
         self._arrivals = itertools.count()
 
     # -------------------------------------------------------------------------------------------- requests come and go
@@ -305,6 +306,7 @@ class Scheduler:
             self.allocator.drop(page)
         request.pages = []
         request.computed = 0
+        self.released.append(request.request_id)
         self._free_row(request)
 
     def _free_row(self, request: Request) -> None:
@@ -318,6 +320,11 @@ class Scheduler:
         """Offer the full pages of a request to the prefix cache."""
         if self.config.prefix_caching:
             self.cache.insert(request.tokens[: request.computed], request.pages, namespace=request.namespace)
+
+    def take_released(self) -> list[int]:
+        """Requests that gave their pages back since the last call."""
+        released, self.released = self.released, []
+        return released
 
     # -------------------------------------------------------------------------------------------- results
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvcanary.batch import CanaryBatch
+from jax_kvcanary.canary_state import SweepPortion
 from jax_kvcanary.serving.batching import StepInput
 from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
 from jax_kvcanary.serving.model import Params, Pool, copy_pages, forward, page_table, put_page, take_page
@@ -28,6 +29,7 @@ class StepStatics:
     page_size: int
     max_steps: int
     eos_token_ids: tuple[int, ...]
+    check_writes: bool
 
     @classmethod
     def of(cls, model: LlamaConfig, engine: EngineConfig, canary: Any) -> StepStatics:
@@ -37,6 +39,7 @@ class StepStatics:
             page_size=engine.page_size,
             max_steps=engine.decode_steps,
             eos_token_ids=engine.eos_token_ids,
+            check_writes=engine.check_writes,
         )
 
 
@@ -52,6 +55,7 @@ class CompiledSteps:
         self.decode = self._jit(functools.partial(decode_steps, statics), donate=(1, 2), static=("pages",))
         self.take_page = self._jit(take_page)
         self.put_page = self._jit(put_page, donate=(0,))
+        self.sweep = self._jit(functools.partial(sweep, statics), donate=(1,))
 
     def _jit(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), static: tuple[str, ...] = ()) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +74,7 @@ def compiled_steps(statics: StepStatics) -> CompiledSteps:
 def canary_batch(statics: StepStatics, batch: StepInput) -> CanaryBatch:
     """The batch in the canary's terms."""
     moved = pages_in_canary_units(statics)
+    expected = expected_inputs(batch)
     return CanaryBatch(
         req_pool_indices=batch.req_pool_indices,
         prefix_lens=batch.prefix_lens,
@@ -82,11 +87,22 @@ def canary_batch(statics: StepStatics, batch: StepInput) -> CanaryBatch:
         namespaces=batch.namespaces,
         expected_tokens=batch.token_ids,
         expected_valid_lens=batch.valid_lens,
+        expected_input_tokens=expected[0],
+        expected_input_positions=expected[1],
         released_slots=moved(batch.released),
         copy_src=moved(batch.copy_src),
         copy_dst=moved(batch.copy_dst),
         armed=batch.armed,
     )
+
+
+def expected_inputs(batch: StepInput) -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions ``[tokens]`` that the tables say this step writes; those past the last one mean nothing."""
+    starts = jnp.cumsum(batch.extend_lens) - batch.extend_lens
+    index = jnp.arange(batch.input_ids.shape[0])
+    owner = jnp.clip(jnp.searchsorted(starts, index, side="right") - 1, 0)
+    positions = batch.prefix_lens[owner] + index - starts[owner]
+    return batch.token_ids.at[batch.req_pool_indices[owner], positions].get(mode="clip"), positions
 
 
 def pages_in_canary_units(statics: StepStatics) -> Callable[[jax.Array], jax.Array]:
@@ -115,7 +131,7 @@ def guarded_forward(
     marks = None if canary is None else canary_batch(statics, batch)
     if canary is not None:
         pool, state, verdict = canary.head(pool, state, marks)
-    logits, pool = forward(
+    logits, pool, new_kv = forward(
         statics.model,
         params,
         tuple(pool),
@@ -128,8 +144,18 @@ def guarded_forward(
         max_extend=max_extend,
     )
     if canary is not None:
-        state, verdict, report = canary.tail(pool, state, marks, verdict)
+        state, verdict, report = canary.tail(pool, state, marks, verdict, **written_rows(statics, new_kv))
     return logits, pool, state, verdict, report
+
+
+def written_rows(statics: StepStatics, new_kv: Pool) -> dict[str, Any]:
+    """What the tail compares the pool with, if it is to check that writes have landed."""
+    return {"new_kv": list(new_kv), "new_kv_layout": "slot head dim"} if statics.check_writes else {}
+
+
+def sweep(statics: StepStatics, pool: Pool, state: Any, portion: SweepPortion) -> tuple[Any, jax.Array]:
+    """Verify idle cached slots; returns the canary's state and a verdict ``[n]``."""
+    return statics.canary.sweep(pool, state, portion)
 
 
 def mixed_step(
