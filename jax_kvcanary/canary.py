@@ -572,6 +572,7 @@ class Canary:
             passes = [(1, None)]
         else:
             start = (step.number * np.uint32(max(per_step, 1))) % np.uint32(max(group.leading, 1))
+            # Records stamped with bytes are never compared in mode NONE: a window of no source reads none and compares none.
             passes = [(1, (start.astype(jnp.int32), per_step))]
             if config.verify_every and all_sources:
                 passes.append((config.verify_every, (group.leading, all_sources)))
@@ -583,7 +584,7 @@ class Canary:
         }
         known = config.token_asserts and step.batch.expected_tokens is not None
         for number, (stride, window) in enumerate(passes):
-            reads = bool(buffers) and (window is None or window[1] > 0)
+            reads = bool(buffers)
             last = number == len(passes) - 1
             log = state.log[tag]
             result: VerifyResult = ops.verify_fused(
@@ -601,7 +602,7 @@ class Canary:
                 real_kv_sources=group.sources if reads else (),
                 real_kv_buffers=buffers if reads else (),
                 source_tags=state.source_tags[group.name] if reads else None,
-                source_window=None if window is None or not reads else window,
+                source_window=None if window is None or not reads else jnp.stack([jnp.asarray(part, jnp.int32) for part in window]),
                 check_verify_expected_token=known,
                 namespaces=step.batch.namespaces,
                 step=step.number,
@@ -881,7 +882,9 @@ class Canary:
             log = state.log[tag]
             contexts[place] = self._context(state, step, group, log, contexts[place], seen[place])
             seen = seen.at[place].set(jnp.asarray(log.write_index)[0])
-        return dataclasses.replace(state, contexts=tuple(contexts), seen=seen)
+        # What was read of the records is read before the tail stamps: else it would need a copy of them.
+        records, kept = jax.lax.optimization_barrier((state.records, tuple(contexts)))
+        return dataclasses.replace(state, records=records, contexts=kept, seen=seen)
 
     def _capture_sweep(self, state: CanaryState, group: _Group) -> CanaryState:
         """The records of the slots that a sweep has reported; there is no request."""
@@ -944,9 +947,7 @@ class Canary:
             ]
             if earlier is not None:
                 found.insert(0, jnp.asarray(earlier.bad_slots[group.name]))
-            together = jnp.concatenate(found)
-            order = jnp.argsort(together < 0, stable=True)
-            bad[group.name] = together[order][: self.config.quarantine]
+            bad[group.name] = _first_of(jnp.concatenate(found), self.config.quarantine)
         return CanaryVerdict(verdict=verdict, first_bad_position=position, first_bad_slot=slot, unattested=unattested, bad_slots=bad)
 
     def _count(self, state: CanaryState, step: _Step, verdict: CanaryVerdict) -> jax.Array:
@@ -1097,6 +1098,14 @@ def _new_slots(before: ViolationLog, after: ViolationLog, room: int) -> jax.Arra
     words = _rows_at(ring, jnp.where(added, index, -1))
     low, high = words[:, 2 * Column.SLOT], words[:, 2 * Column.SLOT + 1]
     return jnp.where(added & (high == 0), jax.lax.bitcast_convert_type(low, jnp.int32), -1)
+
+
+def _first_of(slots: jax.Array, room: int) -> jax.Array:
+    """The first ``room`` slots that are not -1, then -1: two small reductions instead of a sort."""
+    used, index = slots != -1, jnp.arange(slots.shape[0], dtype=jnp.int32)
+    rank = jnp.sum(used[None, :] & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    place = jnp.where(used, rank, -1)
+    return jnp.max(jnp.where(place[None, :] == jnp.arange(room, dtype=jnp.int32)[:, None], slots[None, :], -1), axis=1, initial=-1)
 
 
 def _element(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -141,10 +141,22 @@ def tables() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["rows", "blocks", "flat"])
-@pytest.mark.parametrize("checks", ["head", "tail", "both"])
-def test_clean_steps_are_silent(kind: str, checks: str) -> None:
-    run = Run(make(CanaryConfig(strict=True, verify_every=2, checks=checks)))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("rows", {"checks": "head"}),
+        ("blocks", {"checks": "tail"}),
+        ("flat", {"checks": "both"}),
+        ("rows", {"partial_layers": 0}),
+        ("rows", {"partial_layers": 0, "verify_every": 0}),
+        ("rows", {"real_kv": "none"}),
+        ("rows", {"real_kv": "partial", "partial_layers": 2}),
+        ("rows", {"real_kv": "partial", "partial_layers": 0}),
+        ("rows", {"verify_every": 1}),
+    ],
+)
+def test_clean_steps_are_silent(kind: str, options: dict[str, Any]) -> None:
+    run = Run(make(CanaryConfig(**({"strict": True, "verify_every": 2} | options))))
     table = tables()[kind]
     steps = [
         make_batch([1, 2], [0, 0], [3, 2], [11, 12, 13, 21, 22], table),
@@ -514,7 +526,7 @@ def test_many_steps_in_one_while_loop() -> None:
         return jax.lax.while_loop(lambda carry: carry[0] < steps, body, start)
 
     loop = jax.jit(decode, donate_argnums=(0, 1))
-    _, kv, state, worst, report = loop(make_pool(), canary.init(), jnp.int32(8))
+    _, _kv, _state, worst, report = loop(make_pool(), canary.init(), jnp.int32(8))
     assert worst.tolist() == [1, 1]
     assert header_fields(report.header, canary).step == 8
     text = loop.lower(make_pool(), canary.init(), jnp.int32(8)).compile().as_text()
@@ -573,7 +585,7 @@ def test_mode_off_adds_nothing() -> None:
     guarded = canary.guard(forward)
 
     def with_canary(kv: Any, batch: CanaryBatch, slots: jax.Array) -> Any:
-        out, kv, state, verdict, report = guarded(kv, canary.init(), batch, batch, slots)
+        out, kv, _state, verdict, report = guarded(kv, canary.init(), batch, batch, slots)
         assert verdict is None and report is None
         return out, kv
 
@@ -590,7 +602,7 @@ def test_guard_and_x64(x64: bool) -> None:
         batch = make_batch([1, 2], [0, 0], [5, 3], [11, 12, 13, 14, 15, 21, 22, 23])
         if x64:
             batch = jax.tree.map(lambda x: x.astype(jnp.int64) if x.dtype == jnp.int32 else x, batch)
-        _, kv, state, verdict, report = step(make_pool(), canary.init(), batch, batch, slots_of(batch))
+        _, _kv, state, verdict, report = step(make_pool(), canary.init(), batch, batch, slots_of(batch))
         assert verdict.verdict.tolist() == [1, 1]
         assert np.asarray(state.records["full"])[4:9, 2].tolist() == [0, 1, 2, 3, 4]
         assert report.header.dtype == jnp.uint32
