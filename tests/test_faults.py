@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax_kvcanary import BlockTable, FlatTable, IdentityTable, Layout, RowTable,
 from jax_kvcanary.batch import CanaryBatch
 from jax_kvcanary.faults import FaultKind, Faults, Injection
 
-PAGES, PAGE, HEADS, DIM, LAYERS = 16, 4, 2, 8, 3
+PAGES, PAGE, HEADS, DIM, LAYERS = 16, 4, 2, 8, 2
 SLOTS = PAGES * PAGE
+WARMUP = 3
 K, V = (Layout.from_axes("page slot head dim", half=half) for half in "KV")
 POOLS = {
     "combined": Layout.from_axes("page slot head dim", interleaved="head"),
@@ -56,11 +58,16 @@ def make_batch(table: str = "rows") -> CanaryBatch:
 
 
 def make_faults(name: str = "combined", **more: Any) -> Faults:
-    return Faults(**{"sources": pool_sources(make_pool(name), POOLS[name]), "page_size": PAGE} | more)
+    return Faults(**{"sources": pool_sources(make_pool(name), POOLS[name]), "page_size": PAGE, "warmup": WARMUP} | more)
 
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Small programs that run once or twice: compile time is what counts."""
 
 inject = jax.jit(
-    lambda faults, kind, key, pool, batch, **more: faults.inject(kind, key, pool, batch, **more), static_argnames=("faults", "kind")
+    lambda faults, kind, key, pool, batch, **more: faults.inject(kind, key, pool, batch, **more),
+    static_argnames=("faults", "kind"),
+    compiler_options=QUICK,
 )
 
 
@@ -86,7 +93,7 @@ def values(done: Injection) -> dict[str, int]:
 def run(faults: Faults, kind: str, seed: int = 0, table: str = "rows", pool: str = "combined", **more: Any) -> tuple[Any, ...]:
     before = make_pool(pool)
     batch = make_batch(table)
-    after, changed, done = inject(faults, str(kind), jax.random.key(seed), before, batch, **more)
+    after, changed, done = inject(faults, str(kind), jax.random.key(seed), before, batch, step=WARMUP, **more)
     return slot_bytes(faults, before), slot_bytes(faults, after), batch, changed, values(done)
 
 
@@ -129,7 +136,7 @@ def test_flips_keep_to_leading_bytes() -> None:
         assert np.argwhere(before != after)[:, 2].max() < 4
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", ["combined", "head_major"])
 def test_a_page_is_zeroed_in_every_layer(pool: str) -> None:
     before, after, batch, _, done = run(make_faults(pool), "zero_page", pool=pool)
     page = done["slot"] // PAGE
@@ -138,7 +145,7 @@ def test_a_page_is_zeroed_in_every_layer(pool: str) -> None:
     assert not after[inside].any() and (after[~inside] == before[~inside]).all()
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", ["head_major", "pair"])
 def test_layers_are_swapped_in_one_slot(pool: str) -> None:
     faults = make_faults(pool)
     before, after, _, _, done = run(faults, "swap_layers", seed=3, pool=pool)
@@ -171,10 +178,10 @@ def test_positions_and_tokens() -> None:
     moved = np.asarray(changed.positions) - np.asarray(batch.positions)
     assert moved.tolist() == ([1, 1, 0, 0] if done["batch_row"] == 0 else [0, 0, 1, 0])
     assert done["position"] == int(batch.prefix_lens[done["batch_row"]])
-    _, _, batch, changed, done = run(make_faults(vocabulary=20), "foreign_token", seed=1)
+    _, _, batch, changed, done = run(make_faults(), "foreign_token", seed=1)
     (at,) = np.flatnonzero(np.asarray(changed.input_ids) != np.asarray(batch.input_ids))
     assert done["position"] == int(batch.positions[at]) and done["slot"] == int(batch.out_cache_loc[at])
-    assert 0 <= int(changed.input_ids[at]) < 20
+    assert 0 <= int(changed.input_ids[at]) < 32000
 
 
 @pytest.mark.parametrize("table", ["rows", "blocks", "flat"])
@@ -203,30 +210,34 @@ def test_writes_that_stray(kind: str, target: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(FaultKind))
-def test_chance_warm_up_and_nothing_to_hit(kind: FaultKind) -> None:
-    faults, traces = make_faults(probability=0.5, warmup=3), []
+def test_nothing_happens_before_its_time_or_without_a_victim(kind: FaultKind) -> None:
     assert kind.when in ("step", "model", "after")
-
-    @jax.jit
-    def often(seed: Any, pool: Any, batch: CanaryBatch, step: Any, idle: Any) -> Any:
-        traces.append(1)
-        return faults.inject(kind, jax.random.key(seed), pool, batch, step=step, idle_slots=idle)
-
-    pool, batch = make_pool("combined"), make_batch()
+    faults, pool = make_faults(), make_pool("combined")
 
     def nothing(batch: CanaryBatch, step: int, idle: Any) -> None:
-        after, changed, done = often(step, pool, batch, step, idle)
+        more = {"idle_slots": idle} if kind is FaultKind.FLIP_IDLE else {}
+        after, changed, done = inject(faults, str(kind), jax.random.key(0), pool, batch, step=step, **more)
         assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, ((pool, batch), (after, changed))), strict=True))
         told = values(done)
         assert told.pop("fired") == 0 and set(told.values()) == {-1}
 
-    fired = [bool(often(step, pool, batch, step, IDLE)[2].fired) for step in range(24)]
-    assert fired == [bool(often(step, pool, batch, step, IDLE)[2].fired) for step in range(24)]
-    assert not any(fired[:3]) and 3 < sum(fired) < 20
-    nothing(batch, 2, IDLE)
-    padding = dataclasses.replace(batch, req_pool_indices=jnp.array([0, -1, 0], jnp.int32))
-    nothing(padding, fired.index(True), jnp.full((4,), -1, jnp.int32))
-    assert len(traces) == 1
+    nothing(make_batch(), WARMUP - 1, IDLE)
+    nothing(dataclasses.replace(make_batch(), req_pool_indices=jnp.array([0, -1, 0], jnp.int32)), WARMUP, jnp.full((4,), -1, jnp.int32))
+
+
+def test_chance_and_seed() -> None:
+    faults, traces = make_faults(probability=0.5), []
+    pool, batch = make_pool("combined"), make_batch()
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def often(seed: Any, step: Any) -> Injection:
+        traces.append(1)
+        return faults.inject("foreign_token", jax.random.key(seed), pool, batch, step=step)[2]
+
+    once, again = ([values(often(step, step)) for step in range(40)] for _ in range(2))
+    assert once == again and len(traces) == 1
+    fired = [one["fired"] for one in once]
+    assert not any(fired[:WARMUP]) and 8 < sum(fired) < 32
 
 
 def test_refused() -> None:
