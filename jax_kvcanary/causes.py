@@ -14,14 +14,12 @@ from jax_kvcanary.history import SlotEntry, TableHistory
 from jax_kvcanary.report_header import RowFacts
 from jax_kvcanary.spec import CHAIN_ANCHOR, SPLITMIX_MULTIPLIERS, SPLITMIX_SHIFTS, FailReason, RecordFlag
 
-LANDING: Final = 1024
-"""Reason bit of a write whose bytes are not in the pool."""
-
 _CHAIN, _POSITION, _TOKEN = (
     int(FailReason.VERIFY_CHAIN_HASH),
     int(FailReason.VERIFY_POSITION),
     int(FailReason.VERIFY_TOKEN),
 )
+_LANDING = int(FailReason.LANDING)
 _BYTES, _UNWRITTEN = int(FailReason.VERIFY_REAL_KV_HASH), int(FailReason.UNWRITTEN)
 _WRITE_TOKEN, _WRITE_POSITION = int(FailReason.WRITE_TOKEN), int(FailReason.WRITE_POSITION)
 _WRITE = _WRITE_TOKEN | _WRITE_POSITION
@@ -198,7 +196,7 @@ class _Reader:
         reasons = row.reasons
         if reasons & _RANK:
             return self._own(number, Cause.RANK, "ranks that must hold the same chain report different digests")
-        if reasons & LANDING:
+        if reasons & _LANDING:
             return self._own(number, Cause.WRITE_NOT_LANDED, "the bytes handed to the writer are not those in the pool")
         if reasons & _RANGE:
             return self._out_of_range(number)
@@ -253,11 +251,11 @@ class _Reader:
 
     def _input(self, number: int) -> Finding:
         row = self.rows[number]
-        before = self.at.get(row.expected_position - 1)
-        if not row.reasons & _WRITE_TOKEN and before is not None and self.rows[before].reasons & (_POSITION | _UNWRITTEN):
-            return self._follows(
-                number, before, f"it was compared with its predecessor (position {row.expected_position - 1}), which is bad"
-            )
+        if not row.reasons & _WRITE_TOKEN:  # what was due may have been told by the record of the predecessor
+            for p in (row.position - 1, row.expected_position - 1):
+                before = self.at.get(p)
+                if before is not None and self.rows[before].reasons & (_POSITION | _UNWRITTEN):
+                    return self._follows(number, before, f"it was compared with its predecessor (position {p}), which is bad")
         words = []
         if row.reasons & _WRITE_TOKEN:
             words.append(f"token {row.token} was given to the step, the scheduler has {row.expected_token}")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jax_kvcanary.causes import LANDING, Cause, Finding
+from jax_kvcanary.causes import Cause, Finding
 from jax_kvcanary.report import Provenance, Violation
 from jax_kvcanary.report_header import RowFacts
 from jax_kvcanary.spec import NUM_LAUNCH_TAGS, CanaryLaunchTag, FailReason
 
-_REASON_NAMES = {int(reason): reason.name.lower() for reason in FailReason if reason.name} | {
-    512: "ownership",
-    LANDING: "landing",
-    2048: "view",
-}
+_REASON_NAMES = {int(reason): reason.name.lower() for reason in FailReason if reason.name}
 
 
 def reason_names(reasons: int) -> list[str]:

@@ -567,7 +567,7 @@ class Monitor:
                 others=crossed(first),
                 history=self._tables.get(first.group),
                 holders=known_holders,
-                complete=chunk.complete,
+                complete=chunk.complete and first.of_request,
             )
             order = sorted(range(len(rows)), key=lambda i: (findings[i].root is not None, rows[i].expected_position))
             sharers = {}

@@ -233,10 +233,17 @@ class RowFacts:
 
     @property
     def request(self) -> tuple[str, int]:
-        """What tells the request from others: its id where known, else its row."""
+        """What tells the request from others: its id where known, else its row; a row of none, as of a sweep, stands alone."""
         if self.reader:
             return "id", self.reader
-        return ("row", self.req_pool_idx) if self.req_pool_idx >= 0 else ("batch row", self.batch_row)
+        if self.req_pool_idx >= 0:
+            return "row", self.req_pool_idx
+        return ("batch row", self.batch_row) if self.batch_row >= 0 else ("slot", self.slot)
+
+    @property
+    def of_request(self) -> bool:
+        """Whether the row belongs to any request."""
+        return bool(self.reader) or self.req_pool_idx >= 0 or self.batch_row >= 0
 
 
 _UNSIGNED = (Column.CHAIN_HASH, Column.AUX, Column.REAL_KV_HASH, Column.EXPECTED_REAL_KV_HASH)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from report_builder import BYTES, CHAIN, HEAD, POSITION, TAIL, TOKEN, UNWRITTEN, Row, facts
 
-from jax_kvcanary.causes import LANDING, Cause, Finding, classify
+from jax_kvcanary.causes import Cause, Finding, classify
 from jax_kvcanary.history import TableHistory
 from jax_kvcanary.reference import splitmix64
 from jax_kvcanary.spec import CHAIN_ANCHOR, FailReason
@@ -59,7 +59,7 @@ SLOTS = [100, 101, 102, 103]
         (Row(reasons=FailReason.TABLE_OUT_OF_RANGE, slot=-1, at=-1, written=False), Cause.OUT_OF_RANGE),
         (Row(reasons=FailReason.WRITE_TOKEN, slot=5, at=3, token=8, expected_token=9, tag=TAIL), Cause.WRONG_INPUT),
         (Row(reasons=FailReason.WRITE_POSITION, slot=5, at=3, position=4, tag=TAIL), Cause.WRONG_INPUT),
-        (Row(reasons=LANDING, slot=5, at=3, tag=TAIL), Cause.WRITE_NOT_LANDED),
+        (Row(reasons=FailReason.LANDING, slot=5, at=3, tag=TAIL), Cause.WRITE_NOT_LANDED),
         (Row(reasons=FailReason.RANK_DIGEST, slot=-1, at=3, written=False), Cause.RANK),
         (Row(reasons=TOKEN, slot=5, at=3, token=8, expected_token=9), Cause.WRONG_INPUT),
         (Row(reasons=TOKEN, slot=5, at=3, token=8, expected_token=9, writer=6), Cause.WRONG_INPUT),
@@ -264,9 +264,15 @@ def test_a_successor_of_a_slot_out_of_range() -> None:
     bad = Row(reasons=FailReason.SLOT_OUT_OF_RANGE, slot=999, at=3, written=False)
     after = Row(reasons=FailReason.SLOT_OUT_OF_RANGE, slot=4, at=4)
     assert [f.root for f in read(bad, after)] == [None, 0]
-    written = Row(reasons=FailReason.WRITE_POSITION, slot=6, at=6, tag=TAIL)
+
+
+def test_a_write_after_a_bad_slot_is_its_echo() -> None:
+    """What was due is told by the predecessor's record, so the place is that of the position that was written."""
     shifted = Row(reasons=POSITION, slot=5, at=5, position=8)
-    assert read(shifted, written)[1].root == 0
+    unwritten = Row(reasons=UNWRITTEN | CHAIN, slot=5, at=5)
+    for root, due in ((shifted, 9), (unwritten, 1)):
+        written = Row(reasons=FailReason.WRITE_POSITION, slot=6, at=due, position=6, tag=TAIL)
+        assert read(root, written)[1].root == 0
 
 
 def test_launches_of_one_step_agree() -> None:

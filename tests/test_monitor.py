@@ -303,6 +303,19 @@ def test_tables_reach_the_cause() -> None:
         monitor.record_batch(5, request_ids=[1], tables=np.array([[1]]), lengths=[1], group="swa")
 
 
+def test_rows_of_a_sweep_stand_alone() -> None:
+    """No request reads them, so neighbours by position may be of other chains, and an overwritten page is not called shifted."""
+    sweep = {"tag": CanaryLaunchTag.SWEEP_K_FULL, "reader": 0, "batch_row": -1, "previous": None}
+    rows = [Row(reasons=CHAIN | POSITION, slot=9, at=3, position=8, **sweep), Row(reasons=POSITION, slot=10, at=4, position=9, **sweep)]
+    rows.append(Row(reasons=BYTES, slot=40, at=4, **sweep))
+    canary = StandIn(parts=(HEAD, CanaryLaunchTag.SWEEP_K_FULL))
+    made = report(*rows, canary=canary)
+    made.rows[1, :, 18:20] = 2**32 - 1  # no request row
+    events = Monitor(canary).observe(made)
+    assert [event.cause for event in events] == [Cause.UNKNOWN, Cause.UNKNOWN, Cause.BYTES_CHANGED]
+    assert all(event.request == 0 and not event.echoes for event in events) and "request=-" in events[0].line()
+
+
 def test_an_echo_of_a_root_that_was_told_before(caplog: pytest.LogCaptureFixture) -> None:
     root = Row(reasons=UNWRITTEN | CHAIN, slot=9, at=3, step=20)
     monitor = Monitor(StandIn())
