@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 from serving_shadow import ShadowCanary, ShadowMonitor
 
+from jax_kvcanary.canary import Canary
+from jax_kvcanary.config import CanaryConfig
+from jax_kvcanary.layouts import Layout
+from jax_kvcanary.monitor import Monitor
 from jax_kvcanary.serving import (
     Engine,
     EngineConfig,
@@ -23,6 +27,8 @@ from jax_kvcanary.serving import (
     batching,
     dense_logits,
     drive,
+    make_canary,
+    pool_shapes,
     random_params,
     steps,
     weights,
@@ -30,6 +36,7 @@ from jax_kvcanary.serving import (
 from jax_kvcanary.serving.pages import PageAllocator
 from jax_kvcanary.serving.prefix_cache import PrefixCache
 from jax_kvcanary.serving.sampling import sample
+from jax_kvcanary.spec import CanaryLaunchTag
 
 CONFIG = LlamaConfig()
 PAGE = 4
@@ -487,6 +494,86 @@ def test_a_damaged_page_is_not_loaded_back(caplog: pytest.LogCaptureFixture) -> 
     assert engine.scheduler.load_failures == 1 and results[again].cached_tokens == 2 * PAGE
     assert results[again].output == results[first].output
     engine.check()
+
+
+# ---------------------------------------------------------------------------------------------- the real canary
+
+GUARDED = dataclasses.replace(ENGINE, check_writes=True, on_bad="drop")
+
+
+@functools.lru_cache
+def real_canary() -> Canary:
+    return make_canary(CONFIG, GUARDED, CanaryConfig(strict=True, sweep_capacity=4 * PAGE, verify_every=1))
+
+
+def real_engine(config: EngineConfig = GUARDED, *, withhold: int = 0) -> Engine:
+    engine = Engine(CONFIG, params(), real_canary(), engine_config=config, monitor=Monitor(real_canary()))
+    for page in range(1, withhold + 1):
+        engine.allocator.quarantine(page)
+    engine.warm_up()
+    return engine
+
+
+@pytest.mark.parametrize("withhold", [0, TIGHT], ids=["roomy", "tight"])
+def test_the_canary_is_silent_over_traffic(withhold: int) -> None:
+    engine = real_engine(withhold=withhold)
+    programs = engine.compile_count
+
+    def on_step(_, result) -> None:
+        assert (result.bad, result.events) == ({}, [])
+        assert len(engine.allocator.quarantined) == withhold
+
+    drive(engine, Traffic(TRAFFIC, seed=3), steps=200, on_step=on_step, forget=False)
+    assert engine.monitor.flush() == []
+    health = engine.monitor.health()
+    assert health.rows_reported == health.unattested == health.failures == 0, health.last_failure
+    assert health.step == engine.num_steps + 2 and health.armed_steps == engine.num_steps  # two buckets were warmed up
+    assert health.slots[CanaryLaunchTag.SWEEP_K_FULL] > 1000
+    assert engine.cache.loads > 0 and engine.scheduler.load_failures == 0
+    assert engine.compile_count == programs
+    assert_dense(engine)
+
+
+def test_the_canary_names_the_request_and_the_page(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    engine = real_engine()
+    ids = [engine.add_request(prompt_of(9 + seed, seed=seed), SamplingParams(max_new_tokens=14)) for seed in range(3)]
+    for _ in range(3):
+        engine.step()
+    page = engine.requests[ids[1]].pages[1]
+    flip(engine, page=page)
+    result = engine.step()
+    assert result.bad == {ids[1]: PAGE + 1} and result.quarantined == [page]
+    event, *others = result.events + engine.monitor.flush()
+    assert all(other.slot == event.slot for other in others)  # the sweep met it too
+    assert event.request == ids[1] and event.slot == page * PAGE + 1 and event.position == PAGE + 1
+    results = engine.run()
+    assert [results[i].status for i in ids] == ["finished", "dropped", "finished"]
+    assert_dense(engine)
+    engine.check()
+
+
+def test_a_sweep_finds_an_idle_page(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    engine = real_engine()
+    engine.add_request(prompt_of(21), SamplingParams(max_new_tokens=2))
+    engine.run()
+    nodes = engine.cache.match(prompt_of(21), namespace=0).nodes
+    page = nodes[2].page
+    flip(engine, page=page)
+    engine.add_request(prompt_of(5, seed=1), SamplingParams(max_new_tokens=14))
+    quarantined: list[int] = []
+    engine.run(on_step=lambda result: quarantined.extend(result.quarantined))
+    assert quarantined == [page] and engine.allocator.quarantined == {page}
+    assert len(engine.cache.match(prompt_of(21), namespace=0).nodes) == 2
+    engine.check()
+
+
+def test_a_canary_that_counts_other_pages_is_refused() -> None:
+    shapes = pool_shapes(CONFIG, ENGINE)
+    canary = Canary(shapes, Layout.from_axes("page slot head dim", interleaved="head"), copy_page_size=8)
+    with pytest.raises(ValueError, match="copy_page_size must be 1 or page_size=4, got 8"):
+        Engine(CONFIG, params(), canary, engine_config=ENGINE)
 
 
 # ---------------------------------------------------------------------------------------------- bad use

@@ -54,7 +54,7 @@ class StepResult:
     quarantined: list[int]
     num_steps: int
     is_decode: bool
-    events: Any = None
+    events: list[Any] = dataclasses.field(default_factory=list)
 
 
 def make_canary(config: LlamaConfig, engine_config: EngineConfig, canary_config: CanaryConfig | None = None, *, name: str = "kv") -> Canary:
@@ -222,8 +222,8 @@ class Engine:
         self.scheduler.launched()
         results, swept = jax.device_get((results, sweep.verdicts))
         self._record(batch, len(plan.entries), steps=int(results["steps"]), gone=gone)
-        quarantined = self._quarantine(results["verdict"], int(results["steps"])) + self._quarantine_swept(sweep, swept)
-        outcome = self._commit(plan, results, quarantined)
+        quarantined = {*self._quarantine(results["verdict"], int(results["steps"])), *self._quarantine_swept(sweep, swept)}
+        outcome = self._commit(plan, results, sorted(quarantined))
         return dataclasses.replace(outcome, events=self._observe(report))
 
     def run(self, *, max_steps: int | None = None, on_step: Callable[[StepResult], None] | None = None) -> dict[int, Result]:
@@ -362,10 +362,10 @@ class Engine:
         src, dst = ((pages[used][:, None] * size + np.arange(size)).reshape(-1) for pages in (batch.copy_src, batch.copy_dst))
         return src, dst
 
-    def _observe(self, report: Any) -> Any:
+    def _observe(self, report: Any) -> list[Any]:
         """Hand the report to the monitor, which never waits for the device."""
         if self.monitor is None or report is None:
-            return None
+            return []
         events = self.monitor.observe(report)
         self.device.canary_state = self.monitor.service(self.device.canary_state)
         return events

@@ -85,7 +85,7 @@ class Scheduler:
     def quarantine(self, pages: Iterable[int]) -> None:
         """Never use these pages again, and forget what the cache has in and after them."""
         for page in pages:
-            if page != DUMMY_PAGE:
+            if page != DUMMY_PAGE and page not in self.allocator.quarantined:
                 logger.warning("serving=quarantine page=%d holders=%d", page, self.allocator.refcounts[page])
                 self.allocator.quarantine(page)
                 self.cache.cut(page)

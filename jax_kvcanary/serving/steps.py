@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_kvcanary.batch import CanaryBatch
 from jax_kvcanary.canary_state import SweepPortion
+from jax_kvcanary.layouts import Layout
 from jax_kvcanary.serving.batching import StepInput
 from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
 from jax_kvcanary.serving.model import Params, Pool, copy_pages, forward, page_table, put_page, take_page
@@ -150,7 +151,7 @@ def guarded_forward(
 
 def written_rows(statics: StepStatics, new_kv: Pool) -> dict[str, Any]:
     """What the tail compares the pool with, if it is to check that writes have landed."""
-    return {"new_kv": list(new_kv), "new_kv_layout": "slot head dim"} if statics.check_writes else {}
+    return {"new_kv": list(new_kv), "new_kv_layout": Layout.from_axes("slot head dim", interleaved="head")} if statics.check_writes else {}
 
 
 def sweep(statics: StepStatics, pool: Pool, state: Any, portion: SweepPortion) -> tuple[Any, jax.Array]:
