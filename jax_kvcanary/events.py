@@ -38,7 +38,8 @@ class Event:
     0 is unknown. page: None without a page size. position: where the request reads the slot, -1 is unknown. layer: first bad source.
     reasons: bits. cause, evidence: see :func:`classify`. writer, writer_step: who wrote the bad slot, 0 is unknown. root: the event
     that this one follows from. run: the first event of the same run of slots. sharers: (request, position) of others on the slot,
-    position -1 is unknown. echoes: events that follow from this one. violation: the row. rows: lost ones, of the other kinds.
+    position -1 is unknown. echoes: events that follow from this one. violation: the row. tables_known: whether
+    the host's tables were at hand. rows: lost ones, of the other kinds.
     """
 
     kind: str = "violation"
@@ -66,6 +67,7 @@ class Event:
     sharers: tuple[tuple[int, int], ...] = ()
     echoes: list[Event] = dataclasses.field(default_factory=list)
     violation: Violation | None = None
+    tables_known: bool = False
     rows: int = 0
     repeats: int = 0
     last_step: int = 0
@@ -120,18 +122,19 @@ class Event:
             yield f"goes on with the fault that begins at slot {self.run.slot} (position {self.run.position}): {self.cause.words}"
             return
         yield self.violation.describe()
-        where = "" if self.cause_position in (None, self.position) else f" of the slot at position {self.cause_position}"
+        where = "" if self.cause_position in (None, self.position) else f", at position {self.cause_position}"
         yield f"looks like: {self.cause.words}{where}; {'; '.join(self.evidence)}"
         if self.run_length > 1:
             yield f"the fault runs over {self.run_length} positions from {self.position}"
         if self.echoes:
-            shown = ", ".join(str(echo.position) for echo in self.echoes[:8])
+            shown = ", ".join(str(echo.slot) for echo in self.echoes[:8])
             shown += f" and {len(self.echoes) - 8} more" if len(self.echoes) > 8 else ""
-            yield f"violations that follow from it: position {shown}"
+            yield f"violations that follow from it: slot {shown}"
         if self.sharers:
             shown = ", ".join(f"request {request}" + (f" (position {at})" if at >= 0 else "") for request, at in self.sharers[:8])
             yield f"the slot is shared with {shown}" + (f" and {len(self.sharers) - 8} more" if len(self.sharers) > 8 else "")
-        yield f"look first at: {self.cause.first_look}"
+        if self.cause is not Cause.UNKNOWN or not self.tables_known:
+            yield f"look first at: {self.cause.first_look}"
 
     @classmethod
     def of_row(

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_kvcanary import validation
 
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,21 +36,22 @@ class SlotEntry:
 class _Request:
     """The table row of one request: page, first step and last own write of every place, and the entries that were replaced."""
 
-    __slots__ = ("changes", "length", "pages", "seen", "since", "written")
+    __slots__ = ("changes", "ended", "length", "pages", "seen", "since", "written")
 
     def __init__(self) -> None:
-        self.pages = np.zeros(0, np.int64)  # [places]
-        self.since = np.zeros(0, np.int64)  # [places]
-        self.written = np.zeros(0, np.int64)  # [tokens], the step, -1: not by this request
+        self.pages = np.zeros(0, np.int32)  # [places]
+        self.since = np.zeros(0, np.int32)  # [places]
+        self.written = np.zeros(0, np.int32)  # [tokens], the step, -1: not by this request
         self.length = 0
         self.seen = -1
+        self.ended: int | None = None
         self.changes: collections.deque[tuple[int, int, int, int]] = collections.deque(maxlen=1024)  # place, old page, its since, until
 
 
 def _grown(array: np.ndarray, size: int, fill: int) -> np.ndarray:
     if size <= len(array):
         return array
-    out = np.full(max(size, 2 * len(array), 64), fill, np.int64)
+    out = np.full(max(size, 2 * len(array), 64), fill, np.int32)
     out[: len(array)] = array
     return out
 
@@ -96,7 +97,7 @@ class TableHistory:
         """Remember the tables of a step.
 
         Args:
-          step: the canary's step that runs with them (of the report that its tail returns).
+          step: the number that records and violation rows of the step carry: 0 for the first after ``init``, then one more each.
           request_ids: ``[bs]`` the engine's ids, not 0; rows with id 0 are left out.
           tables: integers ``[bs, places]``, a row a request: slots, or pages if ``page_size`` is not 1. Copied.
           lengths: ``[bs]`` tokens of each request, those of this step included.
@@ -104,7 +105,7 @@ class TableHistory:
           copies: (src, dst) slots (not pages), each ``[n]``, that were copied and announced since the last record.
           finished: ids of requests that ended before this step: their slots may serve others.
         """
-        step = validation.static_int("step", step, minimum=0)
+        step = validation.static_int("step", step, minimum=0, maximum=_NEVER - 1)
         if self.last_step is not None and step < self.last_step:
             raise validation.error(f"record_batch takes steps in ascending order, got step {step} after {self.last_step}")
         ids = [int(i) for i in np.asarray(request_ids).reshape(-1)]
@@ -126,7 +127,7 @@ class TableHistory:
         for i in np.asarray(finished, dtype=object).reshape(-1):
             self._finished[int(i)] = step
             if (ended := self._requests.get(int(i))) is not None:
-                ended.length = 0
+                ended.ended = step
         for row, request in enumerate(ids):
             if request:
                 self._record_row(step, request, table[row], int(ends[row]), None if starts is None else int(starts[row]))
@@ -144,18 +145,22 @@ class TableHistory:
         else:
             self._requests.move_to_end(request)
         self._finished.pop(request, None)
+        if held.ended is not None:  # it is back: nothing of it is left in the cache but what it says
+            held.ended, held.length = None, 0
         length = max(0, min(length, len(row) * self.page_size))
         prefix = held.length if prefix is None else max(0, prefix)
         old, new = -(-held.length // self.page_size), -(-length // self.page_size)
         both = min(old, new)
-        changed = np.flatnonzero(held.pages[:both] != row[:both])
-        for place in changed.tolist():
-            held.changes.append((place, int(held.pages[place]), int(held.since[place]), step))
-        held.pages, held.since = _grown(held.pages, new, -1), _grown(held.since, new, _NEVER)
-        held.written = _grown(held.written, new * self.page_size, -1)
-        held.since[changed] = step
-        held.since[both:new] = step
-        held.pages[:new] = row[:new]
+        differs = held.pages[:both] != row[:both]
+        if new > both or differs.any():
+            changed = np.flatnonzero(differs)
+            for place in changed.tolist():
+                held.changes.append((place, int(held.pages[place]), int(held.since[place]), step))
+            held.pages, held.since = _grown(held.pages, new, -1), _grown(held.since, new, _NEVER)
+            held.written = _grown(held.written, new * self.page_size, -1)
+            held.since[changed] = step
+            held.since[both:new] = step
+            held.pages[:new] = row[:new]
         if prefix > held.length or held.seen < 0:
             held.written[held.length : prefix] = -1
         held.written[prefix:length] = step
@@ -207,18 +212,19 @@ class TableHistory:
         return None
 
     def holders(self, slots: Iterable[int], *, step: int) -> dict[int, list[tuple[int, int]]]:
-        """(request, position) of all requests that hold each slot, by the tables recorded last; ended requests are left out."""
+        """(request, position) of all requests that hold each slot, by the tables recorded last; requests that had ended are left out."""
         wanted = {slot for slot in slots if slot >= 0}
         out: dict[int, list[tuple[int, int]]] = {slot: [] for slot in wanted}
         if not wanted:
             return out
-        pages = np.unique(np.array(sorted(wanted), np.int64) // self.page_size)
+        pages = np.array(sorted(wanted), np.int64) // self.page_size
+        marked = np.zeros(int(pages[-1]) + 2, bool)  # the last one stands for all pages that are out of it
+        marked[pages] = True
         for request, held in self._requests.items():
-            places = -(-held.length // self.page_size)
-            if not places:
+            if held.ended is not None and held.ended <= step:
                 continue
-            row = held.pages[:places]
-            hit = np.flatnonzero(row == pages[0]) if len(pages) == 1 else np.flatnonzero(np.isin(row, pages))
+            row = held.pages[: -(-held.length // self.page_size)]
+            hit = np.flatnonzero(marked[np.clip(row, -1, len(marked) - 1)])
             for place in hit.tolist():
                 for within in range(self.page_size):
                     slot, position = int(row[place]) * self.page_size + within, place * self.page_size + within

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvcanary import validation
-from jax_kvcanary.causes import Crossings, Finding, classify, crossings
+from jax_kvcanary.causes import RECORD_BITS, Cause, Crossings, Finding, classify, crossings
 from jax_kvcanary.events import Event, KvCanaryError, reason_names
 from jax_kvcanary.history import TableHistory
 from jax_kvcanary.report_header import (
@@ -191,6 +191,7 @@ class Monitor:
         self._chunks: collections.deque[_Chunk] = collections.deque()
         self._untold: collections.deque[_Told] = collections.deque()
         self._known: collections.OrderedDict[tuple[Any, ...], Event] = collections.OrderedDict()
+        self._bad: collections.OrderedDict[tuple[Any, ...], Event] = collections.OrderedDict()
         self._overflows: dict[int, Event] = {}
         self._limit_event: Event | None = None
         self._last_run: dict[CanaryLaunchTag, int] = {}
@@ -598,6 +599,12 @@ class Monitor:
             root.echoes.append(event)
             logger.warning("%s", event.line())
             return
+        if finding.root is None and (earlier := self._stamped_on(row, finding)) is not None:
+            event.root, event.cause = earlier, earlier.cause
+            event.evidence = (f"stamped in step {row.writer_step}, when the slot before it was bad",)
+            earlier.echoes.append(event)
+            logger.warning("%s", event.line())
+            return
         self._found += 1
         for echo in of.echoes.get(number, ()):
             if echo not in of.made and of.keys[echo] not in self._known:
@@ -607,7 +614,20 @@ class Monitor:
         event.run_length = max(1, of.runs[number])
         if finding.run != number:
             event.run = of.made.get(finding.run)
+        if row.reasons & RECORD_BITS:
+            place = (row.group, row.shard, row.request, row.expected_position)
+            self._bad[place] = event
+            self._bad.move_to_end(place)
+            if len(self._bad) > _KNOWN_EVENTS:
+                self._bad.popitem(last=False)
         self._tell(event, told)
+
+    def _stamped_on(self, row: RowFacts, finding: Finding) -> Event | None:
+        """The event of the predecessor that was bad when this slot was stamped on it, and may be right again by now."""
+        if finding.cause is not Cause.UNKNOWN or row.reasons & RECORD_BITS != FailReason.VERIFY_CHAIN_HASH or row.writer != row.reader:
+            return None
+        earlier = self._bad.get((row.group, row.shard, row.request, row.expected_position - 1))
+        return earlier if earlier is not None and earlier.step <= row.writer_step <= earlier.last_step else None
 
     def _make(self, of: _Told, number: int, key: tuple[Any, ...]) -> Event:
         row = of.rows[number]
@@ -615,6 +635,7 @@ class Monitor:
         event = Event.of_row(
             row, of.findings[number], name=self.canary.name, labels=labels, page_size=self.page_size, sharers=of.sharers.get(number, ())
         )
+        event.tables_known = row.group in self._tables
         self._known[key] = event
         if len(self._known) > _KNOWN_EVENTS:
             self._known.popitem(last=False)

@@ -273,7 +273,7 @@ def test_the_line_and_the_words(caplog: pytest.LogCaptureFixture) -> None:
         "written by request 9002 in step 12",
         "looks like: overwritten by another sequence",
         "runs over 16 positions",
-        "follow from it: position 32",
+        "follow from it: slot 64",
         "look first at:",
     ):
         assert words in text, words
@@ -324,6 +324,18 @@ def test_an_echo_of_a_root_that_was_told_before(caplog: pytest.LogCaptureFixture
     assert monitor.observe(report(root, again, echo, step=21)) == []
     assert [e.slot for e in event.echoes] == [4] and event.repeats == 1
     assert "root=9" in warnings_of(caplog)[1]
+
+
+def test_a_slot_that_was_stamped_on_a_bad_one() -> None:
+    """The table was wrong in one step only: what that step stamped stays broken, and is no fault of its own."""
+    bad = [Row(reasons=CHAIN | POSITION, slot=s, at=p, position=q, step=20) for s, p, q in ((31, 8, 7), (36, 7, 8))]
+    after = Row(reasons=CHAIN, slot=37, at=9, writer_step=20, step=21, previous=(1, 6))
+    monitor = Monitor(StandIn())
+    events = monitor.observe(report(*bad)) + monitor.observe(report(*bad, after, step=21))
+    assert [event.cause for event in events] == [Cause.TABLE_ENTRY] * 2
+    assert [echo.slot for echo in events[1].echoes] == [37] and "stamped in step 20" in events[1].echoes[0].describe()
+    later = Row(reasons=CHAIN, slot=37, at=9, writer_step=21, step=22)
+    assert [event.cause for event in Monitor(StandIn()).observe(report(later))] == [Cause.UNKNOWN]
 
 
 def test_repeats_are_rate_limited(caplog: pytest.LogCaptureFixture) -> None:
