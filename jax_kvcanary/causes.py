@@ -516,6 +516,8 @@ class _Reader:
         held = self._held_by_others(row)
         if not entry.announced:
             words = f"the table named slot {entry.previous_slot} until step {entry.since}, without a copy to slot {row.slot}"
+            if row.writer_step > entry.since:
+                return self._own(number, Cause.UNKNOWN, who, words, "the slot was written after that")
             if held:
                 return self._own(number, Cause.TABLE_ENTRY, who, words, f"the slot belongs to {_holders(held)}")
             return self._own(number, Cause.MOVED, who, words)

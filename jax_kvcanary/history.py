@@ -147,6 +147,7 @@ class TableHistory:
         self._finished.pop(request, None)
         if held.ended is not None:  # it is back: nothing of it is left in the cache but what it says
             held.ended, held.length = None, 0
+            held.changes.clear()
         length = max(0, min(length, len(row) * self.page_size))
         prefix = held.length if prefix is None else max(0, prefix)
         old, new = -(-held.length // self.page_size), -(-length // self.page_size)
@@ -154,6 +155,13 @@ class TableHistory:
         differs = held.pages[:both] != row[:both]
         if new > both or differs.any():
             changed = np.flatnonzero(differs)
+            if len(changed) and self.last_step is not None and held.seen < self.last_step:
+                # It was out of the batch, perhaps preempted: what it holds now may be given anew, and is no change of an entry.
+                held.changes.clear()
+                for place in changed.tolist():
+                    held.written[place * self.page_size : (place + 1) * self.page_size] = -1
+                held.since[changed], held.pages[changed] = step, row[changed]
+                changed = changed[:0]
             for place in changed.tolist():
                 held.changes.append((place, int(held.pages[place]), int(held.since[place]), step))
             held.pages, held.since = _grown(held.pages, new, -1), _grown(held.since, new, _NEVER)

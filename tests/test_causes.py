@@ -183,6 +183,7 @@ def test_an_entry_that_changed() -> None:
     to_another = history_of((4, {1: SLOTS}), (10, {1: [100, 101, 102, 205], 2: [203, 204, 205]}))
     row = foreign(3, slot=205, position=2, writer_step=2)
     assert causes(row, history=to_another) == [Cause.TABLE_ENTRY]
+    assert causes(foreign(3, slot=205, position=2, writer_step=12), history=to_another) == [Cause.UNKNOWN]  # written after the change
     to_nobody = history_of((4, {1: SLOTS}), (10, {1: [100, 101, 102, 205]}))
     assert causes(row, history=to_nobody) == [Cause.MOVED]
     assert causes(Row(reasons=UNWRITTEN | CHAIN, slot=205, at=3), history=to_nobody) == [Cause.MOVED]
@@ -301,6 +302,23 @@ def test_history_by_pages() -> None:
     assert history.entry(8, 5, step=1) is not None  # reports of steps before its end may still be read
     again = history.entry(7, 6, step=2)
     assert again is not None and again.written_step == 2 and history.entry(7, 5, step=2) == entry
+
+
+def test_a_request_that_was_out_of_the_batch_may_hold_other_slots() -> None:
+    """Preempted, and back with pages of the prefix cache: its entries did not change, they are new."""
+    history = history_of((4, {1: SLOTS, 2: [5]}), (5, {2: [5]}))
+    history.record(6, request_ids=[1], tables=np.array([[100, 101, 60, 61]]), lengths=[4], prefix_lengths=[3])
+    entries = [history.entry(1, position, step=6) for position in range(4)]
+    assert [entry and (entry.slot, entry.since, entry.written_step, entry.previous_slot) for entry in entries] == [
+        (100, 4, 4, None),
+        (101, 4, 4, None),
+        (60, 6, None, None),
+        (61, 6, 6, None),
+    ]
+    history.record(7, request_ids=[2], tables=np.array([[5]]), lengths=[1], finished=[1])
+    history.record(8, request_ids=[1], tables=np.array([[70, 71]]), lengths=[2], prefix_lengths=[2])
+    again = history.entry(1, 1, step=8)
+    assert again is not None and (again.slot, again.written_step, again.previous_slot) == (71, None, None)
 
 
 def test_history_is_bounded() -> None:
