@@ -586,13 +586,14 @@ def storm(steps: int, capacity: int = 1024) -> list[Report]:
 
 
 def test_a_storm_costs_the_host_little() -> None:
+    """Of the thread's own time: what other processes take of the machine is not counted."""
     monitor = Monitor(StandIn())
     seconds = []
     gc.collect()
     for made in storm(60):
-        start = time.perf_counter()
+        start = time.thread_time()
         monitor.observe(made)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     health = monitor.health()
     print(f"observe in a storm: median {1e3 * np.median(seconds):.2f} ms, worst {1e3 * max(seconds):.2f} ms")
     assert np.median(seconds) < 0.005
@@ -602,10 +603,11 @@ def test_a_storm_costs_the_host_little() -> None:
 
 def test_quiet_steps_cost_the_host_next_to_nothing() -> None:
     monitor, made = Monitor(StandIn()), [report(step=step) for step in range(300)]
-    start = time.perf_counter()
+    start = time.thread_time()
     for one in made:
         monitor.observe(one)
-    assert (time.perf_counter() - start) / len(made) < 0.001
+    print(f"observe of a quiet step: {1e6 * (time.thread_time() - start) / len(made):.0f} us")
+    assert (time.thread_time() - start) / len(made) < 0.001
 
 
 def test_reasons_have_names() -> None:
