@@ -173,12 +173,27 @@ def check_rank_digests(
     tag = validation.static_enum("launch_tag", launch_tag, spec.CanaryLaunchTag)
     if not isinstance(digest, RankDigest):
         raise validation.type_error(f"digest must be a RankDigest, got {type(digest).__name__}")
+    names = (axis_names,) if isinstance(axis_names, str) else validation.sequence_of("axis_names", axis_names, str)
     mine = validation.exact_array("digest.digest", digest.digest, (None,), np.uint32)
+    for field in ("length", "chain", "slot", "position", "token"):
+        validation.exact_array(f"digest.{field}", getattr(digest, field), (*mine.shape, 2), np.uint32)
+    validation.exact_array("digest.capacity", digest.capacity, (), np.uint32)
+    validation.int_array("digest.req_pool_indices", digest.req_pool_indices, mine.shape, pairs=True)
+    validation.instance("log", log, ViolationLog)
+    validation.exact_array("log.ring", log.ring, (None, spec.RING_WORDS), np.uint32)
+    validation.exact_array("log.write_index", log.write_index, (1,), np.int32)
     before = validation.exact_array("verdict", verdict, mine.shape, np.int32)
     context = validation.context_array(step, shard)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise validation.error(
+                f"axis_names names the mesh axis {name!r}, which is not bound here; call this inside shard_map"
+            ) from None
     # The largest and (inverted) the smallest in one.
     both = jnp.stack([mine, ~mine], axis=-1)
-    top = lax.pmax(both, axis_names) if axis_names else both
+    top = lax.pmax(both, names) if names else both
     largest, smallest = top[:, 0], ~top[:, 1]
     disagree = largest != smallest
 
@@ -266,8 +281,11 @@ def find_deviating_ranks(
     Returns:
       One entry a request and launch, in the order in which they were found.
     """
+    if not isinstance(violations, Iterable):
+        raise validation.type_error(f"violations must be those of a LogReport, got {type(violations).__name__}")
+    validation.function("data_rank", data_rank)
     found: dict[tuple[Any, ...], dict[int, RankView]] = collections.defaultdict(dict)
-    for violation in violations:
+    for violation in validation.sequence_of("violations", tuple(violations), Violation):
         if spec.FailReason.RANK_DIGEST in violation.reasons:
             key = (violation.tag, violation.step, data_rank(violation.shard), violation.batch_row)
             found[key][violation.shard] = RankView(
@@ -391,9 +409,8 @@ def _in_ring(batch: Batch, row: jax.Array, position: U64) -> jax.Array | None:
 
 def _capacity(value: Any) -> jax.Array:
     """A capacity as uint32 []."""
-    if hasattr(value, "shape") and not isinstance(value, np.generic):
-        if tuple(value.shape) not in ((), (1,)):
-            raise validation.error(f"capacity must be a scalar, got shape {tuple(value.shape)}")
+    value = validation.integer_scalar("capacity", value)
+    if not isinstance(value, int):
         return lax.convert_element_type(validation.int_array("capacity", jnp.reshape(value, (1,)), (1,), pairs=False)[0], jnp.uint32)
     return jnp.asarray(np.uint32(validation.static_capacity("capacity", value)))
 

@@ -50,12 +50,16 @@ class TaggedLog:
     @classmethod
     def allocate(cls, *, quotas: Mapping[CanaryLaunchTag, int]) -> TaggedLog:
         """An empty log with room for ``quotas[tag]`` rows of each launch tag."""
-        return cls.of({tag: ViolationLog.allocate(ring_capacity=rows) for tag, rows in quotas.items()})
+        rows = _mapping("quotas", quotas, "launch tags")
+        return cls.of({tag: ViolationLog.allocate(ring_capacity=capacity) for tag, capacity in rows.items()})
 
     @classmethod
     def of(cls, parts: Mapping[CanaryLaunchTag, ViolationLog]) -> TaggedLog:
         """The log that consists of ``parts``."""
-        checked = {validation.static_enum("launch_tag", tag, CanaryLaunchTag): part for tag, part in parts.items()}
+        checked = {
+            validation.static_enum("launch_tag", tag, CanaryLaunchTag): validation.instance("a part of the log", part, ViolationLog)
+            for tag, part in _mapping("parts", parts, "launch tags").items()
+        }
         tags = tuple(sorted(checked))
         return cls(tags=tags, parts=tuple(checked[tag] for tag in tags))
 
@@ -81,7 +85,7 @@ class TaggedLog:
         self, *, records: Mapping[CanaryLaunchTag, Array] | None = None, decode: Callable[..., LogReport] = decode_log
     ) -> dict[CanaryLaunchTag, LogReport]:
         """A report a launch tag."""
-        known = records or {}
+        known = {} if records is None else _mapping("records", records, "launch tags")
         return {tag: decode(part, records=known.get(tag)) for tag, part in zip(self.tags, self.parts, strict=True)}
 
     def _place(self, launch_tag: int | CanaryLaunchTag) -> int:
@@ -198,8 +202,13 @@ class Group:
         mapped = window > 0 if self.needs_mapping is None else validation.static_bool(f"needs_mapping {of}", self.needs_mapping)
         if window > 0 and not mapped:
             raise validation.error(f"needs_mapping {of} must be True with swa_window_size {window}: a window pool has slots of its own")
-        sources, slots = tuple(self.sources), self.slots
+        sources, slots = validation.sequence_of(f"sources {of}", self.sources, RealKvSource), self.slots
+        layers = tuple(
+            validation.static_int(f"layers {of}", layer, minimum=0) for layer in validation.sequence(f"layers {of}", self.layers, "ints")
+        )
+        has_padding, padding = validation.optional_slot(f"padding_slot {of}", self.padding_slot)
         if self.sharding is not None:
+            validation.instance(f"sharding {of}", self.sharding, ShardedOps)
             if sources or slots is not None:
                 raise validation.error(f"sources and slots {of} must not be given with sharding, which has its own")
             sources, slots = self.sharding.sources, self.sharding.slots
@@ -207,14 +216,17 @@ class Group:
             if not sources:
                 raise validation.error(f"slots {of} is required without sources: the slots of its pool")
             slots = min(source.num_slots for source in sources)
-        if self.layers and len(self.layers) != len(sources):
-            raise validation.error(f"layers {of} must name one layer a source, got {len(self.layers)} for {len(sources)} sources")
+        if layers and len(layers) != len(sources):
+            raise validation.error(f"layers {of} must name one layer a source, got {len(layers)} for {len(sources)} sources")
         tags = _SWA_TAGS if mapped else _FULL_TAGS
         fields: dict[str, Any] = {
             "swa_window_size": window,
             "needs_mapping": mapped,
             "sources": sources,
-            "layers": tuple(self.layers),
+            "layers": layers,
+            "padding_slot": padding if has_padding else None,
+            "provenance": validation.static_bool(f"provenance {of}", self.provenance),
+            "keep_source_tags": validation.static_bool(f"keep_source_tags {of}", self.keep_source_tags),
             "slots": validation.static_capacity(f"slots {of}", slots),
             "real_kv_hash_mode": validation.static_enum(f"real_kv_hash_mode {of}", self.real_kv_hash_mode, spec.RealKvHashMode),
             "ring_capacity": validation.static_capacity(f"ring_capacity {of}", self.ring_capacity),
@@ -264,7 +276,7 @@ class KvGroups:
     groups: tuple[Group, ...]
 
     def __post_init__(self) -> None:
-        groups = tuple(self.groups)
+        groups = validation.sequence("groups", self.groups, "Group")
         if not groups:
             raise validation.error("KvGroups must have at least one group")
         owner: dict[CanaryLaunchTag, str] = {}
@@ -368,7 +380,7 @@ class KvGroups:
           real_kv_buffers: by group.
           arguments: the others of :func:`verify`.
         """
-        planned = self._by_group("plans", plans)
+        planned = self._plans(plans)
         given = {group.name: {**arguments, "plan": planned[group.name].verify} for group in self.groups}
         return self._verify("verify", state, launch, real_kv_buffers, arguments, given)
 
@@ -445,8 +457,9 @@ class KvGroups:
           ValueError: a group without its mapping, and whatever :func:`write` raises.
         """
         self._refuse("write", arguments)
-        planned, buffers = self._by_group("plans", plans), self._buffers(real_kv_buffers)
+        validation.instance("state", state, GroupsState)
         slots = self._written_slots(out_cache_loc, full_to_swa_index_mapping)
+        planned, buffers = self._plans(plans), self._buffers(real_kv_buffers)
         records, tags, log = dict(state.records), dict(state.source_tags), state.log
         verdicts = {}
         for group in self.groups:
@@ -488,6 +501,7 @@ class KvGroups:
           arguments: the others of :meth:`ShardedOps.check_rank_digests`.
         """
         self._refuse("check_rank_digests", arguments, ("swa_window_size",))
+        validation.instance("state", state, GroupsState)
         mappings, log, disagree = self._mappings(full_to_swa_index_mapping), state.log, {}
         for group in self.groups:
             if group.sharding is None:
@@ -513,6 +527,7 @@ class KvGroups:
 
     def decode_parts(self, state: GroupsState, *, with_records: bool = True) -> dict[CanaryLaunchTag, LogReport]:
         """A report a launch tag."""
+        validation.instance("state", state, GroupsState)
         out = {}
         for group in self.groups:
             decode = decode_log if group.sharding is None else group.sharding.decode_log
@@ -543,6 +558,7 @@ class KvGroups:
         given: Mapping[str, dict[str, Any]],
     ) -> GroupsVerifyResult:
         self._refuse(name, arguments)
+        validation.instance("state", state, GroupsState)
         buffers = self._buffers(real_kv_buffers)
         log, verdicts, positions, passed = state.log, {}, {}, {}
         unattested, first_unattested = {}, []
@@ -572,6 +588,8 @@ class KvGroups:
     @staticmethod
     def _common(group: Group, state: GroupsState, buffers: Mapping[str, tuple[Array, ...]]) -> dict[str, Any]:
         held = buffers[group.name]
+        if held and not group.sources:
+            raise validation.error(f"real_kv_buffers must hold one array a source, got {len(held)} for 0 sources (group {group.name!r})")
         if group.sources and not held and group.real_kv_hash_mode != spec.RealKvHashMode.NONE:
             shapes = ", ".join(str(shape) for shape in dict.fromkeys(source.buffer_shape for source in group.sources))
             raise validation.error(
@@ -591,6 +609,10 @@ class KvGroups:
         for argument in own:
             if argument in arguments:
                 raise validation.type_error(f"{argument} is known to the groups and must not be given to {name}")
+
+    def _plans(self, plans: Any) -> dict[str, Plan]:
+        by_group = self._by_group("plans", plans)
+        return {group: validation.instance(f"plans of group {group!r}", plan, Plan) for group, plan in by_group.items()}
 
     def _by_group(self, name: str, value: Any) -> dict[str, Any]:
         """A value for every group: by name, or one for all."""
@@ -613,7 +635,7 @@ class KvGroups:
         if not isinstance(value, Mapping):
             raise validation.type_error(f"real_kv_buffers must be a mapping from group names to buffers, got {type(value).__name__}")
         self._check_names("real_kv_buffers", value)
-        return {name: tuple(value.get(name, ())) for name in self.names}
+        return {name: validation.sequence(f"real_kv_buffers of group {name!r}", value.get(name, ()), "arrays") for name in self.names}
 
     def _mappings(self, value: Any) -> dict[str, Any]:
         """The mapping of every group, None for those that have none."""
@@ -622,6 +644,7 @@ class KvGroups:
             self._check_names("full_to_swa_index_mapping", value)
         out: dict[str, Any] = {}
         for group in self.groups:
+            name = f"full_to_swa_index_mapping of group {group.name!r}"
             mine = value.get(group.name) if by_name else value if group.needs_mapping else None
             if group.needs_mapping and mine is None:
                 raise validation.error(
@@ -632,12 +655,10 @@ class KvGroups:
             if not group.needs_mapping and mine is not None:
                 raise validation.error(
                     f"group {group.name!r} takes no full_to_swa_index_mapping (needs_mapping is False), got one of shape "
-                    f"{validation.shape_of(mine)}"
+                    f"{validation.shape_of(mine, name)}"
                 )
-            if mine is not None and len(validation.shape_of(mine)) != 1:
-                raise validation.error(
-                    f"full_to_swa_index_mapping of group {group.name!r} must be 1-D, got shape {validation.shape_of(mine)}"
-                )
+            if mine is not None:
+                validation.check_shape(name, validation.shape_of(mine, name), (None,))
             out[group.name] = mine
         return out
 
@@ -705,7 +726,7 @@ def split_layers(*, layer_groups: Sequence[str | None], values: Sequence[Any]) -
       >>> split_layers(layer_groups=("full", "swa", None, "swa"), values=range(4))
       {'full': (0,), 'swa': (1, 3)}
     """
-    _check_layers(layer_groups, len(values))
+    _check_layers(layer_groups, len(_sized("values", values)))
     out: dict[str, tuple[Any, ...]] = {}
     for group, value in zip(layer_groups, values, strict=True):
         if group is not None:
@@ -720,7 +741,9 @@ def join_layers(*, layer_groups: Sequence[str | None], values: Mapping[str, Sequ
       >>> join_layers(layer_groups=("full", "swa", None, "swa"), values={"full": [0], "swa": [1, 3]})
       [0, 1, None, 3]
     """
-    for name, held in values.items():
+    _check_layers(layer_groups, None)
+    for name, held in _mapping("values", values, "groups").items():
+        _sized(f"values of group {name!r}", held)
         wanted = sum(group == name for group in layer_groups)
         if len(held) != wanted:
             raise validation.error(f"group {name!r} has {wanted} layers, got {len(held)} values")
@@ -735,6 +758,22 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _check_layers(layer_groups: Sequence[str | None], count: int) -> None:
-    if len(layer_groups) != count:
+def _mapping(name: str, value: Any, keys: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise validation.type_error(f"{name} must be a mapping from {keys}, got {type(value).__name__}")
+    return value
+
+
+def _sized(name: str, value: Any) -> Any:
+    """A sequence or an array, whose first axis is one."""
+    if isinstance(value, (str, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise validation.type_error(f"{name} must be a sequence, got {type(value).__name__}")
+    return value
+
+
+def _check_layers(layer_groups: Any, count: int | None) -> None:
+    for group in validation.sequence("layer_groups", layer_groups, "group names"):
+        if group is not None and not isinstance(group, str):
+            raise validation.type_error(f"layer_groups must be a tuple of group names and None, got a {type(group).__name__} in it")
+    if count is not None and len(layer_groups) != count:
         raise validation.error(f"layer_groups must name a group a layer, got {len(layer_groups)} for {count} values")

@@ -101,10 +101,13 @@ class Layout:
             interleaved=_names("interleaved", interleaved),
             concatenated=_names("concatenated", concatenated),
             split=validation.static_bool("split", split),
-            used=tuple(sorted((name, *_part(name, part)) for name, part in (use or {}).items())),
+            used=tuple(sorted((name, *_part(name, part)) for name, part in _use(use).items())),
         )
 
     def __post_init__(self) -> None:
+        for field in ("axes", "interleaved", "concatenated"):
+            object.__setattr__(self, field, _names(field, getattr(self, field)))
+        validation.static_bool("split", self.split)
         text = self.text
         for name in self.axes:
             if name not in AXES:
@@ -133,7 +136,10 @@ class Layout:
             raise validation.type_error(f"layout half must be a str, got {type(self.half).__name__}")
         if ways and self.half in _HALVES:
             raise validation.error(f"layout {text!r} holds both halves ({ways[0]}), so it cannot be the half {self.half!r} alone")
-        for name, start, stop in self.used:
+        for part in validation.sequence("used", self.used, "(axis, start, stop)"):
+            if not isinstance(part, tuple) or len(part) != 3:
+                raise validation.type_error(f"used must be a tuple of (axis, start, stop), got {part!r} in it")
+            name, (start, stop) = part[0], _part(part[0], part[1:])
             if name not in self.axes:
                 raise validation.error(f"layout {text!r} has no axis {name!r} to use {start}:{stop} of")
             if name in ("layer", "kv"):
@@ -168,7 +174,9 @@ class Layout:
         Raises:
           ValueError: the array does not fit the layout, or its slots cannot be described; the message names the axis and the shape.
         """
-        return list(_geometries(self, tuple(shape), np.dtype(dtype), where))
+        given = validation.sequence("shape", shape, "ints")
+        sizes = tuple(validation.static_int(f"{where} axis {axis}", size, minimum=0) for axis, size in enumerate(given))
+        return list(_geometries(self, sizes, validation.numpy_dtype(where, dtype), where))
 
 
 class Geometry(NamedTuple):
@@ -262,14 +270,15 @@ class PoolSources:
           >>> pool_sources(pool, Layout.from_axes("layer page slot head dim", interleaved="head")).describe(3)
           'layer 1 V'
         """
+        source = validation.static_int("source", source)
         return self.labels[source] if 0 <= source < len(self.names) else "an unknown source"
 
     def index(self, *, layer: int | None = None, half: str) -> int:
         """The number of a layer's half among the sources."""
-        try:
-            return self.names.index(SourceName(layer, half))
-        except ValueError:
-            raise validation.error(f"no source is {SourceName(layer, half)}; there are {', '.join(self.labels)}") from None
+        name = SourceName(layer, validation.instance("half", half, str))
+        if name not in self.names:
+            raise validation.error(f"no source is {name}; there are {', '.join(self.labels)}")
+        return self.names.index(name)
 
     def buffers(self, pool: Any) -> tuple[Any, ...]:
         """The arrays of ``pool`` that the sources read, each once: the ops' ``real_kv_buffers``.
@@ -303,6 +312,7 @@ class PoolSources:
         Raises:
           ValueError: another number of buffers, or a pool that has a getter and no setter.
         """
+        buffers = validation.sequence("buffers", buffers, "arrays")
         if len(buffers) != len(self.leaves):
             raise validation.error(f"buffers must hold {len(self.leaves)} arrays, got {len(buffers)}")
         if self.getter is not None and self.setter is None:
@@ -377,12 +387,17 @@ def pool_sources(
     """
     if setter is not None and getter is None:
         raise validation.error("a setter needs a getter")
+    for argument, function in (("getter", getter), ("setter", setter)):
+        if function is not None:
+            validation.function(argument, function)
     held = pool if getter is None else getter(pool)
     leaves, structure = jax.tree.flatten(held, is_leaf=_is_description)
     parts = [part for array in _match(layout, held, "pool", 0, None, root=True) for part in _parts(array, leaves[array.leaf])]
     if not parts:
         raise validation.error(f"the layout names no layer and no array of the pool, which has the structure {structure}")
     if layers is not None:
+        if isinstance(layers, (str, int)) or not isinstance(layers, (Sequence, range, set, frozenset)):
+            raise validation.type_error(f"layers must be a sequence of layer numbers, got {type(layers).__name__}")
         parts = _of_layers(parts, {validation.static_int("layers element", layer, minimum=0) for layer in layers})
     parts.sort(key=lambda part: -1 if part.name.layer is None else part.name.layer)  # stable: halves stay as they come
     _check_parts(parts)
@@ -439,7 +454,7 @@ def rotation_window(step: Any, *, num_sources: int, per_step: int) -> jax.Array:
     sources, count = _rotation(num_sources, per_step)
     if isinstance(step, (int, np.integer)) and not isinstance(step, (bool, np.bool_)):
         return jnp.asarray(np.array([(int(step) & 0xFFFFFFFF) % sources * count % sources, count], np.int32))
-    if not hasattr(step, "shape") or not hasattr(step, "dtype") or np.dtype(step.dtype).kind not in "iu":
+    if validation.operand_dtype("step", step, "an integer or an integer scalar array").kind not in "iu":
         raise validation.type_error(f"step must be an integer or an integer scalar array, got {type(step).__name__}")
     if tuple(step.shape) not in ((), (1,)):
         raise validation.error(f"step must be a scalar, got shape {tuple(step.shape)}")
@@ -472,6 +487,14 @@ def _names(what: str, value: Any) -> tuple[str, ...]:
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise validation.type_error(f"{what} must be axis names, got {type(value).__name__}")
     return tuple(names)
+
+
+def _use(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise validation.type_error(f"use must be a mapping from axis names, got {type(value).__name__}")
+    return value
 
 
 def _part(name: str, part: Any) -> tuple[int, int]:
@@ -703,7 +726,8 @@ def _is_description(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(value, is_leaf=_is_description))
+    # None and [] are nodes without leaves.
+    return _count(value) == 1 and jax.tree_util.treedef_is_leaf(jax.tree.structure(value, is_leaf=_is_description))
 
 
 def _count(value: Any) -> int:
@@ -727,6 +751,8 @@ def _match(layout: Any, node: Any, path: str, first: int, layer: int | None, *, 
     """Every array of ``node`` whose layout is known; ``first`` is the number of its first leaf in the whole pool."""
     if layout is None:
         return
+    if node is None:
+        raise validation.error(f"{path} is None, where the layout describes an array; None as its layout leaves it out")
     if isinstance(layout, Layout):
         if _is_leaf(node):
             yield _Array(first, path, layout, layer)
@@ -808,7 +834,8 @@ def _shape_and_dtype(path: str, value: Any) -> tuple[tuple[int, ...], np.dtype]:
         shape, dtype = value
     else:
         raise validation.type_error(f"{path} must be an array or a (shape, dtype) pair, got {type(value).__name__}")
-    return tuple(validation.static_int(f"{path} axis {axis}", size, minimum=0) for axis, size in enumerate(shape)), jnp.dtype(dtype)
+    sizes = tuple(validation.static_int(f"{path} axis {axis}", size, minimum=0) for axis, size in enumerate(shape))
+    return sizes, validation.numpy_dtype(path, dtype)
 
 
 def _shape_text(node: Any) -> str:

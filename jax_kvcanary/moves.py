@@ -71,7 +71,7 @@ def copy_records(*, records: Array, src: Array, dst: Array, source_tags: Array |
       records: uint32 ``[slots, 8]`` or wider.
       src, dst: ``[n]`` slots, or pages with a ``page_size``; int32 or int64. -1 in both is padding.
       source_tags: uint32 ``[slots, sources]`` that move along.
-      page_size: static, slots a page; 1 counts slots.
+      page_size: static, slots a page, at most those of the records; 1 counts slots.
 
     Returns:
       Records, tags and a status per entry. Of several entries with one destination the last counts; the others are OVERWRITTEN.
@@ -151,6 +151,7 @@ def put_records(*, records: Array, taken: TakenRecords, slots: Array, source_tag
     """
     checked, tags, size = _check(records, source_tags, page_size)
     index = validation.int_array("slots", slots, (None,), pairs=False)
+    validation.instance("taken", taken, TakenRecords)
     n = index.shape[0]
     rows = validation.exact_array("taken.records", taken.records, (n * size, checked.shape[1]), np.uint32)
     if source_tags is not None and taken.source_tags is None:
@@ -178,10 +179,10 @@ def export_records(*, records: Array, slots: Array, source_tags: Array | None = 
       >>> export_records(records=allocate_records(slots=4), slots=[2, 3])["shape"].tolist()
       [2, 1, 8, -1]
     """
-    if any(isinstance(x, jax.core.Tracer) for x in (records, slots, source_tags)):
-        raise validation.type_error("export_records needs concrete arrays, got a traced value; inside jit use take_records")
     size = validation.static_int("page_size", page_size, minimum=1, maximum=spec.INT32_MAX)
     taken = take_records(records=records, slots=slots, source_tags=source_tags, page_size=size)
+    if isinstance(taken.records, jax.core.Tracer):  # inside jit, of concrete arrays too
+        raise validation.type_error("export_records needs concrete arrays, got a traced value; inside jit use take_records")
     tags = np.zeros((taken.records.shape[0], 0), np.uint32) if taken.source_tags is None else np.asarray(taken.source_tags)
     return {
         "version": np.array(EXPORT_VERSION, np.int32),
@@ -238,10 +239,10 @@ def import_records(
     index = validation.int_array("slots", slots, (None,), pairs=False)
     _check_export(exported, checked, None if source_tags is None else tags, index.shape[0], size)
     taken = TakenRecords(
-        records=jnp.asarray(exported["records"]),
-        source_tags=None if source_tags is None else jnp.asarray(exported["source_tags"]),
-        taken=jnp.asarray(exported["taken"]),
-        status=jnp.asarray(exported["status"]),
+        records=exported["records"],
+        source_tags=None if source_tags is None else exported["source_tags"],
+        taken=exported["taken"],
+        status=exported["status"],
     )
     put = put_records(records=checked, taken=taken, slots=index, source_tags=source_tags, page_size=size)
     landed = _expand_entries(jnp.where((put.status == 0) & (index != -1), index, -1).astype(jnp.int32), size)
@@ -309,6 +310,8 @@ def reset_records(*, records: Array, slots: Array, source_tags: Array | None = N
 def _check(records: Array, source_tags: Array | None, page_size: Any) -> tuple[jax.Array, jax.Array, int]:
     size = validation.static_int("page_size", page_size, minimum=1, maximum=spec.INT32_MAX)
     checked = ops.check_records(records)
+    if size > max(checked.shape[0], 1):
+        raise validation.error(f"page_size must be at most {checked.shape[0]}, the slots of the records, got {size}")
     if source_tags is None:
         return checked, jnp.zeros((checked.shape[0], 0), jnp.uint32), size
     return checked, ops.check_source_tags(source_tags, checked, None), size
@@ -413,17 +416,22 @@ def _reset(records: jax.Array, tags: jax.Array, index: jax.Array, *, page_size: 
 
 
 def _check_export(exported: Mapping[str, Any], records: jax.Array, tags: jax.Array | None, entries: int, page_size: int) -> None:
+    if not isinstance(exported, Mapping):
+        raise validation.type_error(f"exported must be a mapping as export_records returns it, got {type(exported).__name__}")
     missing = [key for key in ("version", "shape", "records", "source_tags", "taken", "status") if key not in exported]
     if missing:
         raise validation.error(f"exported lacks {', '.join(missing)}")
     if any(isinstance(exported[key], jax.core.Tracer) for key in ("version", "shape")):
         raise validation.type_error("exported version and shape must be concrete, got a traced value; close over the exported dict")
-    version = int(np.asarray(exported["version"]))
+    version = validation.integer_scalar("exported version", _concrete("exported version", exported["version"]))
     if version != EXPORT_VERSION:
         raise validation.error(f"exported has version {version}, this package reads version {EXPORT_VERSION}")
-    shape = tuple(int(n) for n in np.asarray(exported["shape"]))
-    if len(shape) != 4:
-        raise validation.error(f"exported shape must have 4 numbers, got {len(shape)}")
+    numbers = _concrete("exported shape", exported["shape"])
+    if validation.operand_dtype("exported shape", numbers).kind not in "iu" or numbers.ndim != 1:
+        raise validation.error(f"exported shape must be integers, got {numbers.dtype.name} of shape {numbers.shape}")
+    if len(numbers) != 4:
+        raise validation.error(f"exported shape must have 4 numbers, got {len(numbers)}")
+    shape = tuple(int(number) for number in numbers)
     if shape[2] != records.shape[1]:
         raise validation.error(f"exported records have {shape[2]} words, these have {records.shape[1]}")
     if shape[:2] != (entries, page_size):
@@ -431,6 +439,13 @@ def _check_export(exported: Mapping[str, Any], records: jax.Array, tags: jax.Arr
     if tags is not None and shape[3] != tags.shape[1]:
         have = "no source tags" if shape[3] < 0 else f"source tags of {shape[3]} sources"
         raise validation.error(f"exported has {have}, here there are {tags.shape[1]} sources")
+
+
+def _concrete(name: str, value: Any) -> Any:
+    """A number, or a list or an array of them on the host."""
+    if isinstance(value, (list, tuple)):
+        return validation.list_to_numpy(name, value)
+    return validation.host_array(name, value) if hasattr(value, "shape") else value
 
 
 def _check_landed(

@@ -44,6 +44,7 @@ class Preset:
           >>> sorted(preset("contiguous").with_fields(("cached_key", "cached_value")))
           ['cached_key', 'cached_value']
         """
+        fields = validation.sequence_of("fields", fields, str)
         if len(fields) != len(self.parts):
             raise validation.error(
                 f"preset {self.name!r} has {len(self.parts)} arrays ({', '.join(self.halves)}), got {len(fields)} fields"
@@ -108,12 +109,14 @@ def preset(name: str) -> Preset:
       name: one of :data:`PRESETS`.
 
     Raises:
-      ValueError: a name that is not known; the message lists those that are.
+      ValueError: a name that is not known; the message lists those that are. TypeError: no name.
 
     Example:
       >>> preset("sglang-jax").layout.text, preset("sglang-jax").halves
       ('page slot group pack dim', ('K', 'V'))
     """
+    if not isinstance(name, str):
+        raise validation.type_error(f"preset must be a name, got {type(name).__name__}")
     if name not in PRESETS:
         raise validation.error(f"preset {name!r} is not known; known are {', '.join(PRESETS)}")
     return PRESETS[name]

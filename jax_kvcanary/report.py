@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jax_kvcanary import validation
 from jax_kvcanary.spec import (
     INT32_MAX,
     NUM_LAUNCH_TAGS,
     PROVENANCE_RECORD_WORDS,
+    RECORD_WORDS,
     RING_WORDS,
     CanaryLaunchTag,
     Column,
@@ -27,7 +29,6 @@ _VERIFY_REASONS = (
     | FailReason.VERIFY_TOKEN
     | FailReason.UNWRITTEN
 )
-_WRITE_REASONS = FailReason.WRITE_TOKEN | FailReason.WRITE_POSITION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Violation:
     tag: the launch; a plain int if the number is unknown. position, token: stored (verify) or written (write).
     expected_token: -1 is not checked. chain_hash: stored (verify) or running (write). aux: the expected chain hash
     (verify) or the expected position (write), as 64 unsigned bits. batch_row, req_pool_idx, first_bad_source: -1 is unknown.
+    num_slots: of the records, which may be more than the sources cover; None: not known.
     """
 
     tag: CanaryLaunchTag | int
@@ -148,15 +150,21 @@ class Violation:
         return out
 
     def _range_finding(self) -> str:
-        if self.num_slots is not None:
-            pool = f"the pool of {self.num_slots} slots"
-            outside = not 0 <= self.slot < self.num_slots
-            return f"the slot is outside {pool}" if outside else f"the slot of its predecessor is outside {pool}"
-        if self.slot < 0:
-            return "the slot is outside the pool"
-        if self.reasons & _VERIFY_REASONS:  # a slot outside has no other reason of a verify
+        if self._predecessor_is_outside():
             return "the slot of its predecessor is outside the pool"
-        return "the slot, or the slot of its predecessor, is outside the pool"
+        if self.num_slots is None:
+            return "the slot is outside the pool"
+        if 0 <= self.slot < self.num_slots:
+            return f"the slot is one of the {self.num_slots} of the records, but outside what the sources cover"
+        return f"the slot is outside the pool of {self.num_slots} slots"
+
+    def _predecessor_is_outside(self) -> bool:
+        """Whether the row is that of a slot that was read. Of a slot outside nothing is: its row has no other reason of a verify, and in
+        column 5 nothing (verify) or the hash of a chain (write), while an unreachable predecessor leaves the stored hash in 5 and 6."""
+        if self.slot < 0 or (self.num_slots is not None and self.slot >= self.num_slots):
+            return False
+        stored = (self.position, self.token, self.chain_hash, self.real_kv_hash, self.expected_real_kv_hash)
+        return bool(self.reasons & _VERIFY_REASONS) or (self.chain_hash == self.aux and any(stored))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +186,8 @@ class LogReport:
         """The whole log, a sentence a line."""
         at_least = "at least " if self.reported == INT32_MAX else ""
         launches, slots = sum(self.kernel_runs.values()), sum(self.slot_runs.values())
-        head = f"{at_least}{self.reported} violations in {launches} launches over {slots} slots"
+        ran = f"{_counted(launches, 'launch', 'launches')} over {_counted(slots, 'slot')}"
+        head = f"{at_least}{_counted(self.reported, 'violation')} in {ran}"
         if self.lost:
             head += f", {self.lost} of them not stored"
         return "\n".join([head + ".", *(violation.describe() for violation in self.violations)])
@@ -197,26 +206,44 @@ def decode_log(log: ViolationLog, *, records: Array | None = None, source_names:
       The report.
 
     Raises:
-      ValueError: arrays of other shapes than a log's.
+      ValueError: arrays of other shapes or dtypes than a log's, or a deleted one. TypeError: no log, a traced one, no names.
 
     Example:
       >>> decode_log(ViolationLog.allocate(ring_capacity=4)).reported
       0
     """
-    ring = np.asarray(log.ring)
-    if ring.ndim != 2 or ring.shape[1] != RING_WORDS:
-        raise ValueError(f"kv-canary: log.ring must have shape (rows, {RING_WORDS}), got {ring.shape}")
-    table = None if records is None else np.asarray(records)
-    reported = max(0, int(np.asarray(log.write_index).reshape(-1)[0]))
+    validation.instance("log", log, ViolationLog)
+    ring = _on_host("log.ring", log.ring, (None, RING_WORDS), np.uint32)
+    index = _on_host("log.write_index", log.write_index, (1,), np.int32)
+    counters = {
+        name: _on_host(f"log.{name}", getattr(log, name), (NUM_LAUNCH_TAGS, 2), np.uint32)
+        for name in ("slot_run_counter", "kernel_run_counter")
+    }
+    table = None if records is None else _on_host("records", records, (None, None), np.uint32)
+    if table is not None and table.shape[1] < RECORD_WORDS:
+        raise validation.error(f"records must have at least {RECORD_WORDS} words a slot, got shape {table.shape}")
+    names = None if source_names is None else validation.sequence_of("source_names", source_names, str)
+    reported = max(0, int(index[0]))
     stored = min(reported, ring.shape[0])
     return LogReport(
-        violations=tuple(_violation(row, table, source_names) for row in ring[:stored]),
+        violations=tuple(_violation(row, table, names) for row in ring[:stored]),
         reported=reported,
         stored=stored,
         lost=reported - stored,
-        slot_runs=_counters(log.slot_run_counter),
-        kernel_runs=_counters(log.kernel_run_counter),
+        slot_runs=_counters(counters["slot_run_counter"]),
+        kernel_runs=_counters(counters["kernel_run_counter"]),
     )
+
+
+def _on_host(name: str, value: Any, shape: Sequence[int | None], dtype: Any) -> np.ndarray:
+    array = validation.host_array(name, value)
+    validation.check_shape(name, array.shape, shape)
+    validation.check_dtype(name, array.dtype, dtype)
+    return array
+
+
+def _counted(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _violation(row: np.ndarray, records: np.ndarray | None, source_names: Sequence[str] | None) -> Violation:
@@ -265,6 +292,5 @@ def _writer(slot: int, records: np.ndarray | None) -> Provenance | None:
     )
 
 
-def _counters(words: Any) -> dict[CanaryLaunchTag, int]:
-    pairs = np.asarray(words).reshape(-1, 2)
+def _counters(pairs: np.ndarray) -> dict[CanaryLaunchTag, int]:
     return {tag: int(pairs[tag, 0]) | int(pairs[tag, 1]) << 32 for tag in CanaryLaunchTag}

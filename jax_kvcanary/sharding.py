@@ -65,18 +65,22 @@ def pack_verdicts(verdict: Array, first_bad_position: Array) -> jax.Array:
     BAD at position p is ``2**31 - 1 - p``, BAD without a position -1, OK -2, NOT_CHECKED -3: every pair of values that a launch
     returns has a number of its own.
 
+    Args:
+      verdict, first_bad_position: int32, of one shape.
+
     Example:
       >>> pack_verdicts(jnp.array([0, 1, 2, 2]), jnp.array([-1, -1, -1, 5])).tolist()
       [-3, -2, -1, 2147483642]
     """
-    bad, position = jnp.asarray(verdict, jnp.int32), jnp.asarray(first_bad_position, jnp.int32)
+    bad = validation.exact_array("verdict", verdict, (None,) * len(validation.shape_of(verdict)), np.int32)
+    position = validation.exact_array("first_bad_position", first_bad_position, bad.shape, np.int32)
     placed = jnp.where(position >= np.int32(0), np.int32(spec.INT32_MAX) - position, np.int32(_BAD_NOWHERE))
     return jnp.where(bad == np.int32(spec.Verdict.BAD), placed, bad + np.int32(_NOT_CHECKED))
 
 
 def unpack_verdicts(packed: Array) -> tuple[jax.Array, jax.Array]:
-    """Verdict and first bad position of :func:`pack_verdicts`."""
-    value = jnp.asarray(packed, jnp.int32)
+    """Verdict and first bad position of :func:`pack_verdicts`, int32 of the shape of ``packed``."""
+    value = validation.exact_array("packed", packed, (None,) * len(validation.shape_of(packed)), np.int32)
     bad = value >= np.int32(_BAD_NOWHERE)
     verdict = jnp.where(bad, np.int32(spec.Verdict.BAD), value - np.int32(_NOT_CHECKED))
     return verdict, jnp.where(value >= np.int32(0), np.int32(spec.INT32_MAX) - value, np.int32(-1))
@@ -84,7 +88,9 @@ def unpack_verdicts(packed: Array) -> tuple[jax.Array, jax.Array]:
 
 def merge_reports(reports: Iterable[LogReport]) -> LogReport:
     """Several logs as one: violations one log after the other, counts added up."""
-    every = tuple(reports)
+    if not isinstance(reports, Iterable):
+        raise validation.type_error(f"reports must be several LogReport, got {type(reports).__name__}")
+    every = validation.sequence_of("reports", tuple(reports), LogReport)
     return LogReport(
         violations=tuple(violation for report in every for violation in report.violations),
         reported=min(sum(report.reported for report in every), spec.INT32_MAX),
@@ -156,9 +162,9 @@ class ShardedOps:
         rest = tuple(axis for axis in mesh.axis_names if axis not in data)
         tensor = rest if tensor_axes is None else _axis_names("tensor_axes", tensor_axes)
         _check_axes(mesh, data, tensor)
-        if hasattr(buffers, "shape") or not isinstance(buffers, (tuple, list)):
-            raise validation.type_error(f"buffers must be a tuple of arrays, got {type(buffers).__name__}")
-        specs = (buffer_specs,) * len(buffers) if isinstance(buffer_specs, P) else tuple(buffer_specs)
+        buffers = validation.sequence("buffers", buffers, "arrays")
+        one = isinstance(buffer_specs, P)
+        specs = (buffer_specs,) * len(buffers) if one else validation.sequence("buffer_specs", buffer_specs, "PartitionSpec")
         if len(specs) != len(buffers):
             raise validation.error(f"buffer_specs must hold one PartitionSpec a buffer, got {len(specs)} for {len(buffers)} buffers")
         self._set(
@@ -166,11 +172,11 @@ class ShardedOps:
             data_axes=data,
             tensor_axes=tensor,
             buffer_specs=specs,
-            buffer_shapes=tuple(validation.shape_of(buffer) for buffer in buffers),
-            buffer_dtypes=tuple(np.dtype(buffer.dtype) for buffer in buffers),
+            buffer_dtypes=tuple(_described(f"buffers[{i}]", buffer) for i, buffer in enumerate(buffers)),
+            buffer_shapes=tuple(tuple(buffer.shape) for buffer in buffers),
         )
         local = tuple(jax.ShapeDtypeStruct(self._local_shape(i), dtype, sharding=None) for i, dtype in enumerate(self.buffer_dtypes))
-        made = tuple(sources(local) if callable(sources) else sources)
+        made = validation.sequence_of("sources", sources(local) if callable(sources) else sources, RealKvSource)
         self._set(sources=made, slots=_local_slots(made, slots))
         self._check_sources(local)
 
@@ -198,6 +204,7 @@ class ShardedOps:
     def coordinates(self, shard: int) -> dict[str, int]:
         """Where a shard is on the mesh, an index an axis."""
         sizes = tuple(self.mesh.shape[axis] for axis in self.mesh.axis_names)
+        shard = validation.static_int("shard", shard)
         if not 0 <= shard < self.num_shards:
             raise validation.error(f"shard must be in [0, {self.num_shards}), got {shard}")
         return dict(zip(self.mesh.axis_names, (int(i) for i in np.unravel_index(shard, sizes)), strict=True))
@@ -349,17 +356,20 @@ class ShardedOps:
         Returns:
           Records and tags of all shards, and the status of all data ranks' entries.
         """
-        kept = {name: value for name, value in arguments.items() if value is not None}
-        static = {name: value for name, value in kept.items() if isinstance(value, (bool, int, str))}
+        known = inspect.signature(validation.function("function", function)).parameters
+        _check_arguments(getattr(function, "__name__", "function"), known, arguments)
+        kept = {name: value for name, value in arguments.items() if value is not None or name != "source_tags"}
+        static = {name: value for name, value in kept.items() if isinstance(value, (bool, int, np.integer, str))}
         arrays = {name: value for name, value in kept.items() if name not in static}
-        self._check_state(arrays)
         placed = {
-            name: value if name in _STATE else self._split(name, validation.int_array(name, value, (None,), pairs=False))
+            name: self._place(name, value) if name in _STATE else self._split(name, validation.int_array(name, value, (None,), pairs=False))
             for name, value in arrays.items()
         }
+        self._check_state(placed)
         tags = self.state_spec if "source_tags" in placed else None
         out = MoveResult(records=self.state_spec, source_tags=tags, status=self.batch_spec)
-        return _mapped(self, function, tuple(sorted(static.items())), tuple(sorted(placed)), out)(placed)
+        values = tuple((name, type(value), value) for name, value in sorted(static.items()))
+        return _mapped(self, function, values, tuple(sorted(placed)), out)(placed)
 
     def map_data_ranks(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """``function`` of each data rank's part of the arrays: axis 0 of arrays and results is split over the data axes.
@@ -369,6 +379,7 @@ class ShardedOps:
           >>> sharded.map_data_ranks(lambda x: x - x[0], jnp.array([5, 7])).tolist()
           [0, 2]
         """
+        validation.function("function", function)
         placed = tuple(jax.tree.map(functools.partial(self._split, f"arrays[{i}]"), array) for i, array in enumerate(arrays))
         specs = (self.batch_spec,) * len(placed)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=self.batch_spec, check_vma=False)
@@ -379,15 +390,21 @@ class ShardedOps:
         for argument in arguments:
             if argument in _OWN:
                 raise validation.type_error(f"{argument} is known to the ShardedOps and must not be given")
-            if argument not in known:
-                raise validation.type_error(f"{name} has no argument {argument!r}")
-        # None stands for an argument that is not given, but where it is a value: padding_slot and padding_req.
-        arrays = {key: self._place(key, value) for key, value in arguments.items() if key in _ARRAYS and value is not None}
+        _check_arguments(name, known, arguments)
+        # None stands for an argument that is not given where that is its default; of padding_slot and padding_req it is a value.
+        optional = {key for key in _ARRAYS & known.keys() if known[key].default is None or key == "real_kv_buffers"}
+        given = {key: value for key, value in arguments.items() if value is not None or key not in optional}
+        self._check_devices({key: value for key, value in given.items() if key in _ARRAYS and key != "real_kv_buffers"})
+        arrays = {key: self._place(key, value) for key, value in given.items() if key in _ARRAYS}
         static = {key: value for key, value in arguments.items() if key not in _ARRAYS}
         self._check_state(arrays)
         if "verdict" in arrays and "req_pool_indices" in arrays:
             validation.check_shape("verdict", arrays["verdict"].shape, arrays["req_pool_indices"].shape)
         buffers, places = _without_repeats(arrays.pop("real_kv_buffers", ()))
+        if "real_kv_hash_mode" in known and self.sources and not buffers:
+            mode = static.get("real_kv_hash_mode", spec.RealKvHashMode.NONE)
+            if validation.static_enum("real_kv_hash_mode", mode, spec.RealKvHashMode) != spec.RealKvHashMode.NONE:
+                raise validation.error(f"real_kv_buffers must hold one array a source, got 0 for {len(self.sources)} sources")
         passes = bool(buffers) and static.get("pass_through") is True
         unique_specs = tuple(self.buffer_specs[places.index(place)] for place in range(len(buffers)))
         arrays["real_kv_buffers"] = buffers
@@ -446,6 +463,11 @@ class ShardedOps:
 
     def decode_shards(self, log: ViolationLog, *, records: Array | None = None) -> dict[int, LogReport]:
         """The log of every shard that this process holds, by its number; see :func:`decode_log`."""
+        validation.instance("log", log, ViolationLog)
+        for field in dataclasses.fields(log):
+            validation.readable(f"log.{field.name}", getattr(log, field.name))
+        if records is not None:
+            validation.readable("records", records)
         self._check_state({"log": log} if records is None else {"log": log, "records": records})
         parts = {field.name: _parts(getattr(log, field.name), self.num_shards) for field in dataclasses.fields(log)}
         tables = {} if records is None else _parts(records, self.num_shards)
@@ -460,6 +482,7 @@ class ShardedOps:
 
     def find_deviating_ranks(self, report: LogReport) -> tuple[RankDisagreement, ...]:
         """Which shards the RANK_DIGEST rows of a report speak against."""
+        validation.instance("report", report, LogReport)
         return digest_.find_deviating_ranks(report.violations, data_rank=self.data_rank)
 
     # ------------------------------------------------------------------------------------------ checks
@@ -476,8 +499,10 @@ class ShardedOps:
             raise validation.error(f"buffer_specs[{index}] {partition} has {len(partition)} axes, {name} has shape {shape}")
         local, used = list(shape), []
         for axis, entry in enumerate(partition):
-            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            names = () if entry is None else _axis_names(f"buffer_specs[{index}]", entry)
             for mesh_axis in names:
+                if mesh_axis in used:
+                    raise validation.error(f"buffer_specs[{index}] {partition} names the axis {mesh_axis!r} twice")
                 if mesh_axis not in self.mesh.axis_names:
                     raise validation.error(f"buffer_specs[{index}] names the axis {mesh_axis!r}, {_mesh_text(self.mesh)} (shape {shape})")
                 used.append(mesh_axis)
@@ -525,18 +550,27 @@ class ShardedOps:
         if log is not None:
             if not isinstance(log, ViolationLog):
                 raise validation.type_error(f"log must be a ViolationLog, got {type(log).__name__}")
-            found = validation.shape_of(log.write_index)
-            if found != (shards,) or validation.shape_of(log.ring)[0] % shards:
+            shapes = {field.name: validation.shape_of(getattr(log, field.name)) for field in dataclasses.fields(log)}
+            if shapes["write_index"] != (shards,) or shapes["ring"][:1] == () or shapes["ring"][0] % shards:
                 raise validation.error(
-                    f"log must hold the logs of {shards} shards (allocate_log), got write_index of shape {found} and ring of shape "
-                    f"{validation.shape_of(log.ring)}, {_mesh_text(self.mesh)}"
+                    f"log must hold the logs of {shards} shards (allocate_log), got write_index of shape {shapes['write_index']} and ring "
+                    f"of shape {shapes['ring']}, {_mesh_text(self.mesh)}"
                 )
+            for name in ("slot_run_counter", "kernel_run_counter"):
+                validation.check_shape(f"log.{name}", shapes[name], (shards * spec.NUM_LAUNCH_TAGS, 2))
         if "capacities" in arrays:
             validation.check_shape("capacities", validation.shape_of(arrays["capacities"]), (shards,))
 
     def _place(self, name: str, value: Any) -> Any:
         """An argument as arrays that can be split, checked against the mesh."""
+        if name == "log":
+            for field in dataclasses.fields(validation.instance("log", value, ViolationLog)):
+                validation.operand_dtype(f"log.{field.name}", getattr(value, field.name))
+            return value
+        if name == "capacities":
+            return validation.int_array(name, value, (None,), pairs=False)
         if name in _STATE:
+            validation.operand_dtype(name, value)
             return value
         if name == "step":
             return self._everywhere(validation.context_array(value, 0)[0])
@@ -556,7 +590,7 @@ class ShardedOps:
             if not isinstance(value, (VerifyPlan, WritePlan)):
                 raise validation.type_error(f"plan must be one half of a Plan, got {type(value).__name__}")
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return type(value)(**{key: self._split(f"plan.{key}", jnp.asarray(array)) for key, array in fields.items()})
+            return type(value)(**{key: self._split(f"plan.{key}", _plan_field(key, array)) for key, array in fields.items()})
         if name == "req_to_verify_expected_tokens":
             return self._split(name, validation.int_array(name, value, (None, None), pairs=False))
         return self._place_table(name, value)
@@ -572,16 +606,14 @@ class ShardedOps:
         return dataclasses.replace(value, table=rows) if isinstance(value, (RowTable, BlockTable)) else rows
 
     def _check_buffers(self, buffers: Any) -> tuple[Any, ...]:
-        if hasattr(buffers, "shape") or not isinstance(buffers, (tuple, list)):
-            raise validation.type_error(f"real_kv_buffers must be a tuple of arrays, got {type(buffers).__name__}")
+        buffers = validation.sequence("real_kv_buffers", buffers, "arrays")
         if buffers and len(buffers) != len(self.buffer_shapes):
             raise validation.error(f"real_kv_buffers must hold {len(self.buffer_shapes)} arrays, got {len(buffers)}")
         for i, (buffer, shape, dtype) in enumerate(zip(buffers, self.buffer_shapes, self.buffer_dtypes, strict=False)):
-            if not hasattr(buffer, "shape") or not hasattr(buffer, "dtype"):
-                raise validation.type_error(f"real_kv_buffers[{i}] must be an array, got {type(buffer).__name__}")
-            if tuple(buffer.shape) != shape or np.dtype(buffer.dtype) != dtype:
+            found = validation.operand_dtype(f"real_kv_buffers[{i}]", buffer)
+            if tuple(buffer.shape) != shape or found != dtype:
                 raise validation.error(
-                    f"real_kv_buffers[{i}] must be {dtype.name} {shape} as the ShardedOps was made for, got {np.dtype(buffer.dtype).name} "
+                    f"real_kv_buffers[{i}] must be {dtype.name} {shape} as the ShardedOps was made for, got {found.name} "
                     f"{tuple(buffer.shape)}"
                 )
             self._check_placement(f"real_kv_buffers[{i}]", buffer, self.buffer_specs[i])
@@ -595,7 +627,21 @@ class ShardedOps:
         if not buffer.sharding.is_equivalent_to(wanted, buffer.ndim):
             raise validation.error(f"{name} must be placed as {wanted}, got {buffer.sharding} (shape {tuple(buffer.shape)})")
 
+    def _check_devices(self, arrays: Mapping[str, Any]) -> None:
+        """Outside of jit nobody moves an array that was put on other devices, or on another mesh whose axes say where it is."""
+        leaves = [(name, leaf) for name, value in arrays.items() for leaf in jax.tree.leaves(value)]
+        if isinstance(self.mesh, AbstractMesh) or any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves):
+            return
+        for name, leaf in leaves:
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            held = leaf.sharding
+            explicit = isinstance(held, NamedSharding) and AxisType.Explicit in held.mesh.axis_types and held.mesh != self.mesh
+            if explicit or held.device_set != set(self.mesh.devices.flat):
+                raise validation.error(f"{name} must be on the mesh of the ShardedOps, got {held}, {_mesh_text(self.mesh)}")
+
     def _split(self, name: str, array: Any) -> jax.Array:
+        validation.operand_dtype(name, array)
         if array.ndim == 0:
             raise validation.error(f"{name} must have an axis to split over the data axes {self.data_axes}, got a scalar")
         self._divide(name, tuple(array.shape), 0, self.data_axes, _mesh_text(self.mesh))
@@ -655,27 +701,54 @@ def _program(
 
 @functools.lru_cache(maxsize=64)
 def _mapped(
-    sharded: ShardedOps, function: Callable[..., Any], static: tuple[tuple[str, Any], ...], names: tuple[str, ...], out_specs: Any
+    sharded: ShardedOps, function: Callable[..., Any], static: tuple[tuple[str, type, Any], ...], names: tuple[str, ...], out_specs: Any
 ) -> Callable[[dict[str, Any]], Any]:
-    """A function of keyword arrays, shard by shard, as one jitted program."""
+    """A move of keyword arrays, shard by shard, as one jitted program."""
     specs = {name: sharded._spec(name) for name in names}
-    values = dict(static)
-    mapped = jax.shard_map(
-        lambda arrays: function(**arrays, **values), mesh=sharded.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
-    )
-    return jax.jit(mapped, inline=True)
+    values = {name: value for name, _, value in static}
+
+    def local(arrays: dict[str, Any]) -> MoveResult:
+        return validation.instance("the result of function", function(**arrays, **values), MoveResult)
+
+    return jax.jit(jax.shard_map(local, mesh=sharded.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False), inline=True)
 
 
 @functools.cache
-def _parameters(name: str) -> frozenset[str]:
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
     if name == "rank_digest":
-        own = inspect.signature(digest_.rank_digest).parameters.keys() - {"capacity"}
-        return frozenset(own | {"log", "verdict", "launch_tag", "step", "capacities"})
-    return frozenset(inspect.signature(getattr(ops, name)).parameters)
+        own = {**inspect.signature(digest_.rank_digest).parameters, **inspect.signature(ShardedOps.check_rank_digests).parameters}
+        return {key: own[key] for key in own if key not in ("self", "arguments", "capacity")}
+    return dict(inspect.signature(getattr(ops, name)).parameters)
+
+
+def _check_arguments(name: str, known: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> None:
+    """Names only; a function that takes any keyword has no unknown ones."""
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values())
+    for argument in arguments:
+        if argument not in known and not takes_any:
+            raise validation.type_error(f"{name} has no argument {argument!r}")
+    for argument, parameter in known.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if needed and argument not in arguments:
+            raise validation.type_error(f"{name} needs the argument {argument!r}")
+
+
+def _described(name: str, value: Any) -> np.dtype:
+    """The dtype of an array or a description of one."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise validation.type_error(f"{name} must be an array or anything with shape and dtype, got {type(value).__name__}")
+    return validation.numpy_dtype(name, value.dtype)
+
+
+def _plan_field(name: str, value: Any) -> jax.Array:
+    """A field of a plan, no bit of it lost."""
+    if name == "row_status":
+        return validation.exact_array(f"plan.{name}", value, (None,), np.int32)
+    return validation.int_array(f"plan.{name}", value, (None,), pairs=name not in ("num_valid", "enable", "write_num_valid_reqs"))
 
 
 def _axis_names(name: str, value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = (value,) if isinstance(value, str) else validation.sequence(name, value, "mesh axis names")
     for axis in names:
         if not isinstance(axis, str):
             raise validation.type_error(f"{name} must be mesh axis names, got {type(axis).__name__}")

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_kvcanary import spec, validation
@@ -22,6 +21,9 @@ Descriptor = tuple[int, int, int, int, int, int, tuple[int, ...], tuple[int, ...
 
 DESCRIPTOR_NUMBERS = 16
 """Numbers of a flattened descriptor."""
+
+MAX_BYTES = 2**58
+"""Largest offset, stride and size of a slot that a launch takes, in bytes."""
 
 _RUN_LEVELS = 4
 
@@ -74,12 +76,13 @@ class RealKvSource:
         num_bytes_per_token: int,
         read_bytes: int,
     ) -> None:
-        buffer_shape, buffer_dtype = _static_shape("RealKvSource.shape", shape), np.dtype(dtype)
+        buffer_shape, buffer_dtype = _static_shape("RealKvSource.shape", shape), validation.numpy_dtype("RealKvSource", dtype)
         page_size = validation.static_int("page_size", page_size)
         num_bytes_per_token = validation.static_int("num_bytes_per_token", num_bytes_per_token)
         read_bytes = validation.static_int("read_bytes", read_bytes)
         if page_size < 1:
             raise validation.error(f"RealKvSource.page_size must be >= 1, got {page_size}")
+        validation.fits_int32("RealKvSource.page_size", page_size)
         if num_bytes_per_token <= 0 or num_bytes_per_token % spec.SOURCE_ALIGNMENT:
             raise validation.error(f"RealKvSource.num_bytes_per_token must be a positive multiple of 16, got {num_bytes_per_token}")
         if read_bytes <= 0 or read_bytes > num_bytes_per_token or read_bytes % spec.SOURCE_ALIGNMENT:
@@ -98,6 +101,8 @@ class RealKvSource:
                 f"RealKvSource.tensor row is {row_bytes} bytes wide but page_size={page_size} x "
                 f"num_bytes_per_token={num_bytes_per_token} needs {page_size * num_bytes_per_token} {of_what}"
             )
+        validation.fits_int32("RealKvSource.tensor rows", buffer_shape[0])
+        _fits("RealKvSource.tensor row bytes", row_bytes)
         self._set(
             shape=(buffer_shape[0], row_bytes),
             page_size=page_size,
@@ -145,7 +150,8 @@ class RealKvSource:
           read_bytes: leading bytes of the concatenated runs that are hashed; None reads all.
           buffer_index: which of the launch's buffers this source reads; None pairs by position.
         """
-        buffer_shape, buffer_dtype = _static_shape("RealKvSource.buffer_shape", buffer_shape), np.dtype(buffer_dtype)
+        buffer_shape = _static_shape("RealKvSource.buffer_shape", buffer_shape)
+        buffer_dtype = validation.numpy_dtype("RealKvSource", buffer_dtype)
         numbers = {
             "pages": (pages, 0),
             "page_size": (page_size, 1),
@@ -155,8 +161,10 @@ class RealKvSource:
             "run_bytes": (run_bytes, 1),
         }
         checked = {name: validation.static_int(f"RealKvSource.{name}", value, minimum=low) for name, (value, low) in numbers.items()}
-        validation.fits_int32("RealKvSource.pages", checked["pages"])
-        validation.fits_int32("RealKvSource.page_size", checked["page_size"])
+        for name, value in checked.items():
+            (validation.fits_int32 if name in ("pages", "page_size") else _fits)(f"RealKvSource.{name}", value)
+        run_counts = validation.sequence("RealKvSource.run_counts", run_counts, "ints")
+        run_strides = validation.sequence("RealKvSource.run_strides", run_strides, "ints")
         if len(run_counts) != len(run_strides) or len(run_counts) > _RUN_LEVELS:
             raise validation.error(
                 f"RealKvSource.run_counts and run_strides must have one length of at most {_RUN_LEVELS}, "
@@ -167,15 +175,19 @@ class RealKvSource:
             validation.fits_int32("RealKvSource.run_counts", validation.static_int("RealKvSource.run_counts", count, minimum=1))
             for count in run_counts
         )
-        strides = (0,) * fill + tuple(validation.static_int("RealKvSource.run_strides", stride, minimum=0) for stride in run_strides)
-        slot_bytes = checked["run_bytes"] * math.prod(counts)
+        strides = (0,) * fill + tuple(
+            _fits("RealKvSource.run_strides", validation.static_int("RealKvSource.run_strides", stride, minimum=0))
+            for stride in run_strides
+        )
+        slot_bytes = _fits("RealKvSource.run_bytes x run_counts", checked["run_bytes"] * math.prod(counts))
         read = slot_bytes if read_bytes is None else validation.static_int("RealKvSource.read_bytes", read_bytes)
         if not 0 <= read <= slot_bytes:
             raise validation.error(f"RealKvSource.read_bytes must be in [0, {slot_bytes}], got {read}")
         if buffer_index is not None:
-            buffer_index = validation.static_int("RealKvSource.buffer_index", buffer_index, minimum=0)
+            buffer_index = validation.static_int("RealKvSource.buffer_index", buffer_index, minimum=0, maximum=spec.INT32_MAX)
         total = _whole_bytes("RealKvSource buffer", buffer_shape, buffer_dtype)
         extent = checked["offset"] + checked["run_bytes"] + sum((n - 1) * s for n, s in zip(counts, strides, strict=True))
+        validation.static_int("RealKvSource extent of a slot", extent, maximum=16 * MAX_BYTES)
         extent += (checked["pages"] - 1) * checked["page_stride"] + (checked["page_size"] - 1) * checked["token_stride"]
         if checked["pages"] > 0 and extent > total:
             raise validation.error(
@@ -341,11 +353,18 @@ def _static_shape(name: str, shape: Any) -> tuple[int, ...]:
     return tuple(validation.static_int(f"{name}[{axis}]", size, minimum=0) for axis, size in enumerate(shape))
 
 
+def _fits(name: str, value: int) -> int:
+    """``value``, or ValueError if no launch takes it."""
+    if value > MAX_BYTES:
+        raise validation.error(f"{name} must be at most {MAX_BYTES}, got {value}")
+    return value
+
+
 def _shape_and_dtype(name: str, value: Any) -> tuple[tuple[int, ...], np.dtype]:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return _static_shape(f"{name}.shape", tuple(value.shape)), np.dtype(value.dtype)
+        return _static_shape(f"{name}.shape", tuple(value.shape)), validation.numpy_dtype(name, value.dtype)
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (tuple, list)):
-        return _static_shape(f"{name}.shape", value[0]), jnp.dtype(value[1])
+        return _static_shape(f"{name}.shape", value[0]), validation.numpy_dtype(name, value[1])
     raise validation.type_error(f"{name} must be an array or a (shape, dtype) pair, got {type(value).__name__}")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax_kvcanary import spec
 
 _E = TypeVar("_E", bound=enum.IntEnum)
+_T = TypeVar("_T")
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 IMPLEMENTATIONS = ("auto", "ffi", "jax")
@@ -39,7 +40,7 @@ def static_int(name: str, value: Any, *, minimum: int | None = None, maximum: in
     if isinstance(value, jax.core.Tracer):
         raise type_error(f"{name} must be a static Python integer, got a traced value; pass it as a static argument")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise type_error(f"{name} must be an int, got {_type_name(value)}")
+        raise type_error(f"{name} must be an int, got {type_name(value)}")
     result = int(value)
     if minimum is not None and result < minimum:
         raise error(f"{name} must be >= {minimum}, got {result}")
@@ -53,14 +54,14 @@ def static_bool(name: str, value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         raise type_error(f"{name} must be a static Python bool, got a traced value; pass it as a static argument")
     if not isinstance(value, (bool, np.bool_)):
-        raise type_error(f"{name} must be a bool, got {_type_name(value)}")
+        raise type_error(f"{name} must be a bool, got {type_name(value)}")
     return bool(value)
 
 
 def static_enum(name: str, value: Any, cls: type[_E]) -> _E:
     """``value`` (a member or its number) as a member of ``cls``."""
     if isinstance(value, enum.Enum) and not isinstance(value, cls):
-        raise type_error(f"{name} must be a {cls.__name__}, got {_type_name(value)}")
+        raise type_error(f"{name} must be a {cls.__name__}, got {type_name(value)}")
     number = static_int(name, value)
     try:
         return cls(number)
@@ -94,7 +95,7 @@ def optional_slot(name: str, value: Any) -> tuple[bool, int]:
 def implementation(value: Any) -> str:
     """Check the ``implementation`` argument."""
     if not isinstance(value, str):
-        raise type_error(f"implementation must be a str, got {_type_name(value)}")
+        raise type_error(f"implementation must be a str, got {type_name(value)}")
     if value not in IMPLEMENTATIONS:
         raise error(f"implementation must be one of {', '.join(map(repr, IMPLEMENTATIONS))}, got {value!r}")
     return value
@@ -139,7 +140,7 @@ def validate_plan_statics(
     if lut_len < 0:
         raise error(f"lut_len must be non-negative, got {lut_len}")
     if not isinstance(has_swa_lut, bool):
-        raise error(f"has_swa_lut must be bool, got {_type_name(has_swa_lut)}")
+        raise error(f"has_swa_lut must be bool, got {type_name(has_swa_lut)}")
     if has_swa_lut and lut_len == 0:
         raise error("lut_len must be positive when has_swa_lut is True")
     if not has_swa_lut and lut_len != 0:
@@ -155,9 +156,76 @@ def validate_plan_statics(
 # ---------------------------------------------------------------------------------------------- operands
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Shape of an array, a tracer, or nested lists."""
+def operand_dtype(name: str, value: Any, what: str = "an array") -> np.dtype:
+    """The dtype of an operand; TypeError for what JAX does not compute with (a description, a mask, no numbers), ValueError if deleted."""
+    if isinstance(value, jax.ShapeDtypeStruct) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise type_error(f"{name} must be {what}, got {type_name(value)}")
+    if isinstance(value, np.ma.MaskedArray):
+        raise type_error(f"{name} must be {what} without a mask, got MaskedArray")
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        raise error(f"{name} was deleted (donated to a step); go on with what the step returned")
+    return numpy_dtype(name, value.dtype)
+
+
+def numpy_dtype(name: str, dtype: Any) -> np.dtype:
+    """``dtype`` (a name such as "bfloat16", a type or a dtype) as a NumPy dtype of numbers; TypeError for anything else."""
+    try:
+        found = None if dtype is None else np.dtype(dtype)
+    except (TypeError, ValueError):  # no dtype of NumPy's, such as that of a PRNG key
+        found = None
+    if found is None or not (found == np.bool_ or jax.dtypes.issubdtype(found, np.number)):
+        raise type_error(f"{name} must have a dtype of numbers, got {dtype}")
+    return found
+
+
+def shape_of(value: Any, name: str = "the operand") -> tuple[int, ...]:
+    """Shape of an array, a tracer, or nested lists; ValueError for lists of different lengths, TypeError for lists of JAX arrays."""
+    if isinstance(value, (list, tuple)):
+        return _list_shape(name, value)
     return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+
+
+def sequence(name: str, value: Any, of_what: str) -> tuple[Any, ...]:
+    """``value`` as a tuple; TypeError for what is neither a tuple nor a list."""
+    if not isinstance(value, (tuple, list)):
+        raise type_error(f"{name} must be a tuple of {of_what}, got {type_name(value)}")
+    return tuple(value)
+
+
+def sequence_of(name: str, value: Any, cls: type[_T]) -> tuple[_T, ...]:
+    """``value`` as a tuple of members of ``cls``; TypeError for anything else."""
+    items = sequence(name, value, cls.__name__)
+    for item in items:
+        if not isinstance(item, cls):
+            raise type_error(f"{name} must be a tuple of {cls.__name__}, got a {type_name(item)} in it")
+    return items
+
+
+def instance(name: str, value: Any, cls: type[_T]) -> _T:
+    """``value`` if it is a member of ``cls``, else TypeError."""
+    if not isinstance(value, cls):
+        raise type_error(f"{name} must be a {cls.__name__}, got {type_name(value)}")
+    return value
+
+
+def function(name: str, value: Any) -> Any:
+    """``value`` if it can be called, else TypeError."""
+    if not callable(value):
+        raise type_error(f"{name} must be a function, got {type_name(value)}")
+    return value
+
+
+def readable(name: str, value: Any) -> None:
+    """TypeError for a traced value and for what is no array, ValueError for a deleted one."""
+    if isinstance(value, jax.core.Tracer):
+        raise type_error(f"{name} must be a concrete array, got a traced value; read it outside of jit")
+    operand_dtype(name, value)
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """A readable NumPy or JAX array on the host."""
+    readable(name, value)
+    return np.asarray(value)
 
 
 def check_shape(name: str, shape: Sequence[int], expected: Sequence[int | None]) -> None:
@@ -173,16 +241,16 @@ def check_shape(name: str, shape: Sequence[int], expected: Sequence[int | None])
 
 def check_dtype(name: str, dtype: Any, expected: Any) -> None:
     """Compare a dtype with the only one allowed."""
-    if np.dtype(dtype) != np.dtype(expected):
-        raise error(f"{name} must have dtype {np.dtype(expected).name}, got {np.dtype(dtype).name}")
+    found = numpy_dtype(name, dtype)
+    if found != np.dtype(expected):
+        raise error(f"{name} must have dtype {np.dtype(expected).name}, got {found.name}")
 
 
 def exact_array(name: str, value: Any, shape: Sequence[int | None], dtype: Any) -> jax.Array:
     """``value`` as a JAX array of exactly this rank, these sizes and this dtype."""
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise type_error(f"{name} must be an array, got {_type_name(value)}")
+    found = operand_dtype(name, value)
     check_shape(name, value.shape, shape)
-    check_dtype(name, value.dtype, dtype)
+    check_dtype(name, found, dtype)
     return jnp.asarray(value)
 
 
@@ -198,15 +266,12 @@ def int_array(name: str, value: Any, shape: Sequence[int | None], *, pairs: bool
     if value is None:
         raise type_error(f"{name} must be an array, got None")
     if isinstance(value, (list, tuple)):
-        value = _list_to_numpy(name, value)
-    elif not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise type_error(f"{name} must be an array, got {_type_name(value)}")
-    value_shape = tuple(value.shape)
-    if pairs and len(shape) == 1 and np.dtype(value.dtype) == np.uint32 and len(value_shape) == 2 and value_shape[1] == 2:
+        value = list_to_numpy(name, value)
+    dtype, value_shape = operand_dtype(name, value), tuple(value.shape)
+    if pairs and len(shape) == 1 and dtype == np.uint32 and len(value_shape) == 2 and value_shape[1] == 2:
         check_shape(name, value_shape[:1], shape)
         return jnp.asarray(value)
     check_shape(name, value_shape, shape)
-    dtype = np.dtype(value.dtype)
     if dtype in (np.dtype(np.int32), np.dtype(np.int64)):
         if dtype == np.int64 and isinstance(value, np.ndarray) and not _x64_enabled():
             return jnp.asarray(_narrow(name, value, pairs=pairs))
@@ -225,13 +290,13 @@ def flag_array(name: str, value: Any) -> jax.Array:
         return jnp.zeros((1,), jnp.int32)
     if isinstance(value, (bool, np.bool_, int, np.integer)):
         return jnp.asarray(np.array([bool(value)], np.int32))
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise type_error(f"{name} must be a bool, an int or an array of one element, got {_type_name(value)}")
+    dtype = operand_dtype(name, value, "a bool, an int or an array of one element")
     if tuple(value.shape) not in ((), (1,)):
         raise error(f"{name} must be a scalar or have shape (1,), got shape {tuple(value.shape)}")
-    dtype = np.dtype(value.dtype)
     if dtype.kind not in "biu":
         raise error(f"{name} must have dtype int32 or bool, got {dtype.name}")
+    if isinstance(value, np.ndarray):  # JAX would cut 64 bits while x64 is off
+        return jnp.asarray(np.reshape(value != 0, (1,)).astype(np.int32))
     if dtype == np.int32:
         return jnp.reshape(jnp.asarray(value), (1,))
     return jnp.reshape(jnp.asarray(value) != 0, (1,)).astype(jnp.int32)
@@ -259,6 +324,8 @@ def window_array(value: Any) -> jax.Array:
         if len(value) != 2:
             raise error(f"source_window must be (start, count), got {len(value)} values")
         parts = [_int32_scalar(f"source_window[{i}]", part) for i, part in enumerate(value)]
+        if isinstance(parts[1], np.generic) and int(parts[1]) < 1:
+            raise error(f"source_window must have a count of at least 1, got {int(parts[1])}: no source would be looked at")
         if all(isinstance(part, np.generic) for part in parts):
             return jnp.asarray(np.array(parts, np.int32))
         return jnp.stack([jnp.asarray(part) for part in parts])
@@ -272,36 +339,53 @@ def _x64_enabled() -> bool:
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
     return type(value).__name__
 
 
+def integer_scalar(name: str, value: Any) -> Any:
+    """An integer: a JAX scalar of any integer dtype as it is; NumPy arrays of one element, NumPy integers and ints as an int."""
+    if not hasattr(value, "shape") or isinstance(value, np.generic):
+        return static_int(name, value)
+    dtype = operand_dtype(name, value, "an int or an integer scalar")
+    if tuple(value.shape) not in ((), (1,)):
+        raise error(f"{name} must be a scalar, got shape {tuple(value.shape)}")
+    if dtype.kind not in "iu":
+        raise error(f"{name} must have an integer dtype, got {dtype.name}")
+    return int(value.reshape(())) if isinstance(value, np.ndarray) else jnp.reshape(jnp.asarray(value), ())
+
+
 def _uint32_scalar(name: str, value: Any) -> Any:
-    if hasattr(value, "shape") and not isinstance(value, np.generic):
-        array = _integer_scalar(name, value)
-        return array.astype(jnp.uint32)
-    return np.uint32(static_int(name, value, minimum=0, maximum=2**32 - 1))
+    number = integer_scalar(name, value)
+    if isinstance(number, int):
+        return np.uint32(static_int(name, number, minimum=0, maximum=2**32 - 1))
+    return number.astype(jnp.uint32)
 
 
 def _int32_scalar(name: str, value: Any) -> Any:
-    if hasattr(value, "shape") and not isinstance(value, np.generic):
-        return _integer_scalar(name, value).astype(jnp.int32)
-    return np.int32(static_int(name, value, minimum=-(2**31), maximum=spec.INT32_MAX))
+    number = integer_scalar(name, value)
+    if isinstance(number, int):
+        return np.int32(static_int(name, number, minimum=-(2**31), maximum=spec.INT32_MAX))
+    return number.astype(jnp.int32)
 
 
-def _integer_scalar(name: str, value: Any) -> jax.Array:
-    if tuple(value.shape) not in ((), (1,)):
-        raise error(f"{name} must be a scalar, got shape {tuple(value.shape)}")
-    if np.dtype(value.dtype).kind not in "iu":
-        raise error(f"{name} must have an integer dtype, got {np.dtype(value.dtype).name}")
-    return jnp.reshape(jnp.asarray(value), ())
+def _list_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Shape of nested lists of Python ints and NumPy arrays."""
+    if isinstance(value, jax.Array):
+        raise type_error(f"{name} must be an array or a list of Python ints, got a list of arrays; use jnp.stack")
+    if not isinstance(value, (list, tuple)):
+        return tuple(np.shape(value)) if isinstance(value, (np.ndarray, np.generic)) else ()
+    shapes = {_list_shape(name, item) for item in value}
+    if len(shapes) > 1:
+        raise error(f"{name} must be an array or a list whose rows have one length, got shapes {sorted(shapes)} in it")
+    return (len(value), *(shapes.pop() if shapes else ()))
 
 
-def _list_to_numpy(name: str, value: Sequence[Any]) -> np.ndarray:
+def list_to_numpy(name: str, value: Sequence[Any]) -> np.ndarray:
+    """Nested lists of Python ints as int32, or as 64 bits where they need it."""
+    _list_shape(name, value)
     objects = np.array(value, dtype=object)
     for item in objects.ravel():
-        if isinstance(item, jax.core.Tracer) or isinstance(item, jax.Array):
-            raise type_error(f"{name} must be an array or a list of Python ints, got a list of arrays; use jnp.stack")
         static_int(f"{name} element", item, minimum=_INT64_MIN, maximum=2**64 - 1)
     if objects.size == 0:
         return np.zeros(objects.shape, np.int32)

@@ -814,7 +814,8 @@ def write_cases(draw: Draw, setting: Setting, *, in_order: bool, cuts: bool = Tr
         locations, seed_slots = separated(locations, seed_slots, offsets, int(num_valid[0]), slots)
 
     def given(name: str, base: Sequence[int]) -> NDArray[Any] | None:
-        some = {"all": rows, "some": max(rows - 1, 0), "none": 0}[setting[name]]
+        counts = {"all": rows, "some": max(rows - 1, 0), "none": 0}
+        some = max(counts[setting[name]], counts[setting["req_pool"]])  # every request of the batch has its values
         return None if setting[name] == "none" else values.operand(name, list(base)[:some])
 
     named = given("req_pool", range(1, rows + 1))

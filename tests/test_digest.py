@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -205,6 +206,9 @@ def test_x64(x64: None) -> None:
         ({"prefix_lens": np.zeros(3, np.int32)}, ValueError, "prefix_lens length must be 2, got 3"),
         ({"capacity": -1}, ValueError, "capacity must be non-negative, got -1"),
         ({"capacity": np.zeros(2, np.int32)}, ValueError, r"capacity must be a scalar, got shape \(2,\)"),
+        ({"capacity": np.array(2**40)}, ValueError, "capacity must fit in int32"),
+        ({"capacity": np.array([2**32 + 1])}, ValueError, "capacity must fit in int32"),
+        ({"capacity": np.array(-1)}, ValueError, "capacity must be non-negative, got -1"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -353,3 +357,24 @@ def test_wrong_types() -> None:
     mine = rank_digest(records=some_records(), req_pool_indices=ROWS, prefix_lens=LENS, req_to_token=TABLE)
     with pytest.raises(ValueError, match=r"^kv-canary: verdict length must be 2, got 3"):
         check_rank_digests(digest=mine, log=log, verdict=np.ones((3,), np.int32), axis_names="x", launch_tag=0)
+    with pytest.raises(
+        ValueError, match=r"^kv-canary: axis_names names the mesh axis 'x', which is not bound here; call this inside shard_map"
+    ):
+        check_rank_digests(digest=mine, log=log, verdict=ok, axis_names="x", launch_tag=0)
+    for changes, message in (
+        ({"axis_names": None}, "axis_names must be a tuple of str, got NoneType"),
+        ({"axis_names": (3,)}, "axis_names must be a tuple of str, got a int in it"),
+        ({"log": None}, "log must be a ViolationLog, got NoneType"),
+        ({"verdict": None}, "verdict must be an array, got NoneType"),
+        ({"digest": dataclasses.replace(mine, chain=None)}, "digest.chain must be an array, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            check_rank_digests(**({"digest": mine, "log": log, "verdict": ok, "axis_names": (), "launch_tag": 0} | changes))
+    for violations, message in (
+        (None, "violations must be those of a LogReport, got NoneType"),
+        ([3], "violations must be a tuple of Violation"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            find_deviating_ranks(violations)
+    with pytest.raises(TypeError, match=r"^kv-canary: data_rank must be a function, got int"):
+        find_deviating_ranks([], data_rank=3)  # type: ignore[arg-type]

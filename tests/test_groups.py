@@ -443,6 +443,18 @@ def test_layers() -> None:
         join_layers(layer_groups=LAYERS, values={"full": [1], "swa": [2]})
     with pytest.raises(ValueError, match=r"^kv-canary: group 'swa' has layers, but no values; there are those of 'full'"):
         join_layers(layer_groups=LAYERS, values={"full": [1]})
+    for call, message in (
+        (lambda: split_layers(layer_groups=None, values=[1]), "layer_groups must be a tuple of group names, got NoneType"),
+        (lambda: split_layers(layer_groups=(3,), values=[1]), "layer_groups must be a tuple of group names and None, got a int in it"),
+        (lambda: split_layers(layer_groups=LAYERS, values=None), "values must be a sequence, got NoneType"),
+        (lambda: join_layers(layer_groups=None, values={}), "layer_groups must be a tuple of group names, got NoneType"),
+        (lambda: join_layers(layer_groups=LAYERS, values=None), "values must be a mapping from groups, got NoneType"),
+        (lambda: join_layers(layer_groups=LAYERS, values={"full": None}), "values of group 'full' must be a sequence, got NoneType"),
+        (lambda: TaggedLog.allocate(quotas=None), "quotas must be a mapping from launch tags, got NoneType"),
+        (lambda: TaggedLog.of({0: None}), "a part of the log must be a ViolationLog, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            call()
 
 
 def test_translated_slots() -> None:
@@ -476,6 +488,15 @@ def test_groups_of_violations_of_other_launches() -> None:
         ),
         ({"slots": None}, ValueError, "slots of group 'g' is required without sources: the slots of its pool"),
         ({"layers": (1, 2)}, ValueError, "layers of group 'g' must name one layer a source, got 2 for 0 sources"),
+        ({"layers": 3}, TypeError, "layers of group 'g' must be a tuple of ints, got int"),
+        ({"layers": ("a",)}, TypeError, "layers of group 'g' must be an int, got str"),
+        ({"sources": None}, TypeError, "sources of group 'g' must be a tuple of RealKvSource, got NoneType"),
+        ({"sources": (3,)}, TypeError, "sources of group 'g' must be a tuple of RealKvSource, got a int in it"),
+        ({"sharding": 3, "slots": None}, TypeError, "sharding of group 'g' must be a ShardedOps, got int"),
+        ({"padding_slot": "0"}, TypeError, "padding_slot of group 'g' must be an int, got str"),
+        ({"padding_slot": 2**63}, ValueError, "padding_slot of group 'g' must be <= 9223372036854775807"),
+        ({"provenance": 1}, TypeError, "provenance of group 'g' must be a bool, got int"),
+        ({"keep_source_tags": None}, TypeError, "keep_source_tags of group 'g' must be a bool, got NoneType"),
         ({"ring_capacity": -1}, ValueError, "ring_capacity of group 'g' must be non-negative, got -1"),
         ({"real_kv_hash_mode": 3}, ValueError, "real_kv_hash_mode of group 'g' must be one of"),
         ({"head_tag": 12}, ValueError, "head_tag of group 'g' must be one of"),
@@ -504,6 +525,9 @@ def test_groups_that_do_not_go_together() -> None:
         KvGroups((full, swa, dataclasses.replace(swa, name="chunked", head_tag=None, tail_tag=None, sweep_tag=None)))
     with pytest.raises(TypeError, match=r"^kv-canary: groups\[1\] must be a Group, got str"):
         KvGroups((full, "swa"))  # type: ignore[arg-type]
+    for value in (None, 3, full):
+        with pytest.raises(TypeError, match=r"^kv-canary: groups must be a tuple of Group, got "):
+            KvGroups(value)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^kv-canary: there is no group 'window', there are 'full', 'swa'"):
         KvGroups((full, swa))["window"]
     values = {"head_tag": 1, "tail_tag": 3, "sweep_tag": 5}
@@ -546,6 +570,9 @@ def test_groups_that_do_not_go_together() -> None:
         ({"launch_tag": 3}, TypeError, "launch_tag is known to the groups and must not be given to verify_fused"),
         ({"swa_window_size": 3}, TypeError, "swa_window_size is known to the groups and must not be given to verify_fused"),
         ({"prefix_lens": np.ones(3, np.int32)}, ValueError, "prefix_lens length must be 2, got 3"),
+        ({"full_to_swa_index_mapping": [[1], [1, 2]]}, ValueError, "full_to_swa_index_mapping of group 'swa' must be an array or a list"),
+        ({"full_to_swa_index_mapping": "x"}, ValueError, "full_to_swa_index_mapping of group 'swa' must be 1-D, got shape ()"),
+        ({"real_kv_buffers": {"full": None}}, TypeError, "real_kv_buffers of group 'full' must be a tuple of arrays, got NoneType"),
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -555,9 +582,24 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
     assert str(caught.value).startswith(f"kv-canary: {message}")
 
 
+def test_buffers_of_a_group_without_sources() -> None:
+    groups = KvGroups((Group(name="chain", slots=8),))
+    with pytest.raises(
+        ValueError, match=r"^kv-canary: real_kv_buffers must hold one array a source, got 1 for 0 sources \(group 'chain'\)"
+    ):
+        groups.verify_fused(
+            state=groups.allocate(), launch="head", real_kv_buffers={"chain": (np.zeros((8, 16)),)}, req_pool_indices=ROWS,
+            prefix_lens=ROWS * 0, req_to_token=TABLE,
+        )  # fmt: skip
+
+
 def test_plans_and_slots_of_every_group() -> None:
     groups, (state, _, _) = groups_of(), served()
     with pytest.raises(ValueError, match=r"^kv-canary: plans must hold every group, group 'swa' is missing; there are 'full'"):
         groups.verify(state=state, plans={"full": None}, launch="head")  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^kv-canary: out_cache_loc must hold every group, group 'full' is missing; there are 'swa'"):
         groups.write(state=state, plans=dict.fromkeys(groups.names), out_cache_loc={"swa": ROWS})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^kv-canary: plans of group 'full' must be a Plan, got NoneType"):
+        groups.verify(state=state, plans=None, launch="head")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^kv-canary: state must be a GroupsState, got NoneType"):
+        groups.decode(None)  # type: ignore[arg-type]

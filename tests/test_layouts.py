@@ -385,6 +385,25 @@ def test_what_is_no_name() -> None:
         Layout.from_axes("page slot dim", half=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kv-canary: split must be a bool, got int"):
         Layout.from_axes("page slot dim", split=1)  # type: ignore[arg-type]
+    for use in (3, ["page"], {3: 1}):
+        with pytest.raises(TypeError, match="kv-canary: use must be a mapping from axis names, got "):
+            Layout.from_axes("page slot dim", use=use)  # type: ignore[arg-type]
+    for arguments, message in (
+        ({"axes": None}, "axes must be axis names, got NoneType"),
+        ({"used": 3}, r"used must be a tuple of \(axis, start, stop\), got int"),
+        ({"used": ("page",)}, r"used must be a tuple of \(axis, start, stop\), got 'page' in it"),
+        ({"split": None}, "split must be a bool, got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            Layout(**({"axes": ("page", "slot", "dim")} | arguments))
+    assert hash(Layout(["page", "slot"])) == hash(Layout(("page", "slot")))  # type: ignore[arg-type]
+    layout = Layout.from_axes("page slot dim")
+    for shape, dtype, message in (
+        (None, "int8", "shape must be a tuple of ints"),
+        ((2, 3, 4), None, "the array must have a dtype of numbers"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            layout.geometries(shape, dtype)  # type: ignore[arg-type]
 
 
 FIT_ERRORS: list[tuple[str, dict[str, Any], tuple[int, ...], str, str]] = [
@@ -820,6 +839,33 @@ def test_what_is_no_pool_or_layout() -> None:
         pool_sources(a, "page slot head dim")
     with pytest.raises(TypeError, match=r"pool\[0\] must be an array or a \(shape, dtype\) pair, got float"):
         pool_sources([1.0], HALVES)
+    with pytest.raises(TypeError, match=r"^kv-canary: pool\[0\] must have a dtype of numbers, got key"):
+        pool_sources([jax.random.key(0)], HALVES)
+    for pool, path in ((None, "pool"), ([a, None], r"pool\[1\]"), ([None, a], r"pool\[0\]"), ((None, a), r"pool\[0\]")):
+        with pytest.raises(ValueError, match=f"^kv-canary: {path} is None, where the layout describes an array; None as its layout"):
+            pool_sources(pool, HALVES)
+    with pytest.raises(ValueError, match=r"^kv-canary: pool is None, where the layout describes an array"):
+        pool_sources({}, HALVES, getter=lambda state: None)
+    for empty in ([], ()):
+        with pytest.raises(ValueError, match=r"^kv-canary: the layout names no layer and no array of the pool"):
+            pool_sources(empty, HALVES)
+    for arguments, message in (
+        ({"layers": 3}, "layers must be a sequence of layer numbers, got int"),
+        ({"layers": "0"}, "layers must be a sequence of layer numbers, got str"),
+        ({"layers": [None]}, "layers element must be an int, got NoneType"),
+        ({"getter": 3}, "getter must be a function, got int"),
+        ({"getter": lambda pool: pool, "setter": 3}, "setter must be a function, got int"),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            pool_sources([a], HALVES, **arguments)  # type: ignore[arg-type]
+    sources = pool_sources([a], HALVES)
+    for call, message in (
+        (lambda: sources.describe(None), "source must be an int, got NoneType"),  # type: ignore[arg-type]
+        (lambda: sources.index(half=None), "half must be a str, got NoneType"),  # type: ignore[arg-type]
+        (lambda: sources.replace([a], None), "buffers must be a tuple of arrays, got NoneType"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
+            call()
 
 
 def test_another_pool_than_the_sources_were_made_for() -> None:

@@ -238,12 +238,17 @@ def test_reset(jit: bool) -> None:
         (lambda: copy_records(records=numbered(), source_tags=tags_of(3), src=index(1), dst=index(1)), ValueError, "source_tags must have shape"),
         (lambda: copy_records(records=numbered(), src=index(1), dst=index(1), page_size=0), ValueError, "page_size must be >= 1, got 0"),
         (lambda: copy_records(records=numbered(), src=index(1), dst=index(1), page_size=True), TypeError, "page_size must be an int, got bool"),
+        (lambda: copy_records(records=numbered(), src=index(1), dst=index(1), page_size=33), ValueError, "page_size must be at most 32, the slots of the records, got 33"),
+        (lambda: reset_records(records=numbered(), slots=index(1), page_size=2**31 - 1), ValueError, "page_size must be at most 32, the slots of the records"),
+        (lambda: take_records(records=numbered(slots=0), slots=index(0), page_size=2), ValueError, "page_size must be at most 0, the slots of the records, got 2"),
+        (lambda: put_records(records=numbered(), taken=None, slots=index(1)), TypeError, "taken must be a TakenRecords, got NoneType"),
+        (lambda: take_records(records=numbered(), slots=None), TypeError, "slots must be an array, got None"),
         (lambda: permute_records(records=numbered(), permutation=np.arange(33)), ValueError, "permutation length must be at most 32, got 33"),
         (lambda: put_records(records=numbered(), taken=take_records(records=numbered(), slots=index(1)), slots=index(1, 2)), ValueError, "taken.records axis 0 must be 2, got 1"),
         (lambda: put_records(records=numbered(16), taken=take_records(records=numbered(), slots=index(1)), slots=index(1)), ValueError, "taken.records axis 1 must be 16, got 8"),
         (lambda: put_records(records=numbered(), source_tags=tags_of(), taken=take_records(records=numbered(), slots=index(1)), slots=index(1)), ValueError, "taken.source_tags is required"),
     ],
-    ids=range(13),
+    ids=range(18),
 )  # fmt: skip
 def test_errors(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^kv-canary: {message}"):
@@ -395,6 +400,17 @@ def test_an_export_survives_a_file(tmp_path: Any) -> None:
         ({"shape": np.array([2, PAGE, 16, -1])}, ValueError, "exported has no source tags, here there are 1 sources"),
         ({"shape": np.array([2, PAGE, 16, 7])}, ValueError, "exported has source tags of 7 sources, here there are 1 sources"),
         ({"shape": np.array([2, PAGE, 16])}, ValueError, "exported shape must have 4 numbers, got 3"),
+        ({"shape": np.array([2.0, PAGE, 16, 1])}, ValueError, "exported shape must be integers, got float64"),
+        ({"shape": np.array(4)}, ValueError, "exported shape must be integers, got int64 of shape"),
+        ({"shape": None}, TypeError, "exported shape must be an array, got NoneType"),
+        ({"shape": [2, PAGE, 16, None]}, TypeError, "exported shape element must be an int, got NoneType"),
+        ({"version": None}, TypeError, "exported version must be an int, got NoneType"),
+        ({"version": "1"}, TypeError, "exported version must be an int, got str"),
+        ({"version": np.zeros(3, np.int32)}, ValueError, "exported version must be a scalar, got shape"),
+        ({"records": None}, TypeError, "taken.records must be an array, got NoneType"),
+        ({"source_tags": None}, ValueError, "taken.source_tags is required when source_tags is set"),
+        ({"source_tags": 3}, TypeError, "taken.source_tags must be an array, got int"),
+        ({"taken": "all"}, TypeError, "taken.taken must be an array, got str"),
         ({"records": np.zeros((7, 16), np.uint32)}, ValueError, "taken.records axis 0 must be 8, got 7"),
         ({"records": np.zeros((8, 16), np.int32)}, ValueError, "taken.records must have dtype uint32, got int32"),
     ],
@@ -408,6 +424,9 @@ def test_import_errors(changes: dict[str, np.ndarray], error: type[Exception], m
 def test_import_of_something_else() -> None:
     with pytest.raises(ValueError, match=r"^kv-canary: exported lacks version, shape, records, source_tags, taken, status"):
         import_records(records=numbered(), exported={}, slots=index())
+    for exported in (None, 3, [1]):
+        with pytest.raises(TypeError, match=r"^kv-canary: exported must be a mapping as export_records returns it, got "):
+            import_records(records=numbered(), exported=exported, slots=index())
 
 
 def test_export_is_for_the_host() -> None:
@@ -415,6 +434,8 @@ def test_export_is_for_the_host() -> None:
         TypeError, match=r"^kv-canary: export_records needs concrete arrays, got a traced value; inside jit use take_records"
     ):
         jax.jit(lambda records: export_records(records=records, slots=index(1)))(numbered())
+    with pytest.raises(TypeError, match=r"^kv-canary: export_records needs concrete arrays"):  # of concrete arrays, inside jit
+        jax.jit(lambda x: (export_records(records=jnp.asarray(numbered()), slots=index(1)), x)[1])(1)
 
 
 def test_in_a_scan_with_donation() -> None:

@@ -226,6 +226,11 @@ def test_names() -> None:
         ValueError, match=r"^kv-canary: preset 'vllm' is not known; known are sglang-jax, sglang-jax-0\.0\.2, sglang-jax-mla, "
     ):
         preset("vllm")
+    for name in (None, 3, ["sglang-jax"]):
+        with pytest.raises(TypeError, match=r"^kv-canary: preset must be a name, got "):
+            preset(name)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^kv-canary: fields must be a tuple of str, got NoneType"):
+        preset("contiguous").with_fields(None)  # type: ignore[arg-type]
     for name, chosen in PRESETS.items():
         assert chosen.name == name and hash(chosen) == hash(preset(name)) and all(isinstance(part, Layout) for part in chosen.parts)
         assert chosen.table in ("rows", "blocks", "flat", "identity")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +45,9 @@ ROW = {
     "FIRST_BAD_SOURCE": -1,
     "SHARD": 4,
 }
+
+
+NOTHING_READ = dict.fromkeys(("POSITION", "TOKEN", "CHAIN_HASH", "REAL_KV_HASH", "EXPECTED_REAL_KV_HASH", "AUX"), 0)
 
 
 def log_of(*rows: dict[str, int], ring_rows: int | None = None, write_index: int | None = None) -> ViolationLog:
@@ -123,7 +128,12 @@ def test_the_whole_log_in_words() -> None:
         ({"REASON": 8, "EXPECTED_TOKEN": 202}, "token 203 was written, expected 202"),
         ({"REASON": 16, "POSITION": 4}, "position 4 was written, expected 1"),
         ({"REASON": 64, "SLOT": -7}, "found a violation at slot -7 (position 1, batch row 0, request row 3): the slot is outside the pool"),
-        ({"REASON": 64}, "the slot, or the slot of its predecessor, is outside the pool"),
+        ({"REASON": 64, **NOTHING_READ, "AUX": 0}, ": the slot is outside the pool"),
+        ({"REASON": 64}, "the slot of its predecessor is outside the pool"),  # a record that was read
+        ({"REASON": 64, "CHAIN_HASH": 0, "AUX": 0}, "the slot of its predecessor is outside the pool"),
+        ({"REASON": 64, "AUX": 1}, ": the slot is outside the pool"),  # of a write: the running hash, the expected position
+        ({"REASON": 64, **NOTHING_READ, "CHAIN_HASH": 0xABC, "AUX": -1}, ": the slot is outside the pool"),  # a seed
+        ({"REASON": 72, "EXPECTED_TOKEN": 5, "AUX": 1}, ": the slot is outside the pool; token 203 was written, expected 5"),
         ({"REASON": 65}, "the slot of its predecessor is outside the pool"),
         ({"REASON": 256}, "it was never written"),
         ({"REASON": 128, "SLOT": -1}, "TAIL_K_FULL skipped batch row 0, request row 3: its table row does not exist"),
@@ -160,7 +170,8 @@ def test_the_writer() -> None:
 def test_with_records_the_pool_size_is_known() -> None:
     records = np.zeros((8, 8), np.uint32)
     assert "the slot is outside the pool of 8 slots" in sentence(records, REASON=64, SLOT=8)
-    assert "the slot of its predecessor is outside the pool of 8 slots" in sentence(records, REASON=64, SLOT=5)
+    assert "the slot of its predecessor is outside the pool;" in sentence(records, REASON=64, SLOT=5)
+    assert "the slot is one of the 8 of the records, but outside what the sources cover" in sentence(records, REASON=64, **NOTHING_READ)
 
 
 def test_any_bits_decode() -> None:
@@ -172,8 +183,76 @@ def test_any_bits_decode() -> None:
 
 
 def test_what_is_no_log() -> None:
-    with pytest.raises(ValueError, match=r"^kv-canary: log.ring must have shape \(rows, 32\), got \(4, 16\)"):
-        decode_log(ViolationLog(**(vars(log_of()) | {"ring": np.zeros((4, 16), np.uint32)})))
+    donated = jnp.zeros((4, 32), jnp.uint32)
+    donated.delete()
+    for changes, error, message in (
+        ({"ring": np.zeros((4, 16), np.uint32)}, ValueError, r"log.ring axis 1 must be 32, got 16 \(shape \(4, 16\)\)"),
+        ({"ring": np.zeros((4, 32), np.int32)}, ValueError, "log.ring must have dtype uint32, got int32"),
+        ({"ring": None}, TypeError, "log.ring must be an array, got NoneType"),
+        ({"ring": donated}, ValueError, "log.ring was deleted"),
+        ({"write_index": np.zeros(2, np.int32)}, ValueError, "log.write_index length must be 1, got 2"),
+        ({"write_index": np.zeros(0, np.int32)}, ValueError, "log.write_index length must be 1, got 0"),
+        ({"write_index": 3}, TypeError, "log.write_index must be an array, got int"),
+        ({"slot_run_counter": np.zeros((3, 2), np.uint32)}, ValueError, "log.slot_run_counter axis 0 must be 12, got 3"),
+        ({"kernel_run_counter": np.zeros((12, 2), np.int64)}, ValueError, "log.kernel_run_counter must have dtype uint32, got int64"),
+    ):
+        with pytest.raises(error, match=f"^kv-canary: {message}"):
+            decode_log(ViolationLog(**(vars(log_of()) | changes)))
+    for log in (None, 3, {}):
+        with pytest.raises(TypeError, match=r"^kv-canary: log must be a ViolationLog, got "):
+            decode_log(log)
+    with pytest.raises(TypeError, match=r"^kv-canary: log.ring must be a concrete array, got a traced value; read it outside of jit"):
+        jax.jit(lambda log: decode_log(log).reported)(log_of())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"records": 3}, TypeError, "records must be an array, got int"),
+        ({"records": np.zeros((8,), np.uint32)}, ValueError, "records must be 2-D, got shape"),
+        ({"records": np.zeros((8, 4), np.uint32)}, ValueError, "records must have at least 8 words a slot"),
+        ({"records": np.zeros((8, 16), np.int32)}, ValueError, "records must have dtype uint32, got int32"),
+        ({"source_names": "layer 0 K"}, TypeError, "source_names must be a tuple of str, got str"),
+        ({"source_names": [3]}, TypeError, "source_names must be a tuple of str, got a int in it"),
+        ({"source_names": 3}, TypeError, "source_names must be a tuple of str, got int"),
+    ],
+)
+def test_what_a_log_is_not_decoded_with(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^kv-canary: {message}"):
+        decode_log(log_of({"REASON": 4}), **arguments)
+
+
+def test_whose_slot_is_out_of_range() -> None:
+    """Sources that cover fewer slots than the records: the row of a slot outside says so, that of a bad predecessor says that."""
+    pool, table = np.zeros((4, 32), np.uint8), np.array([[0, 0], [5, 1]], np.int32)
+    source = {"real_kv_hash_mode": 2, "real_kv_sources": make_row_source(layer_buffer=pool, read_bytes=32), "real_kv_buffers": (pool,)}
+    laid_out = plan(
+        req_pool_indices=[1], prefix_lens=[0], extend_seq_lens=[2], req_to_token=table, verify_capacity=4, write_req_capacity=1
+    )  # fmt: skip
+    for source_or_none, where in (({}, None), (source, 5)):
+        written = write(
+            records=allocate_records(slots=8), log=ViolationLog.allocate(ring_capacity=8), plan=laid_out.write, input_ids=[7, 8],
+            positions=[0, 1], out_cache_loc=[5, 1], launch_tag=2, **source_or_none,
+        )  # fmt: skip
+        found = [v.describe() for v in decode_log(written.log, records=written.records).violations]
+        assert [f"at slot {where}" in text and "but outside what the sources cover" in text for text in found] == [True] * len(found)
+        assert len(found) == (where is not None)
+        checked = verify_fused(
+            records=written.records, log=ViolationLog.allocate(ring_capacity=8), req_pool_indices=[1], prefix_lens=[2],
+            req_to_token=table, launch_tag=0, **source,
+        )  # fmt: skip
+        for records in (None, written.records):
+            first, second = sorted(decode_log(checked.log, records=records).violations, key=lambda violation: violation.expected_position)
+            assert "predecessor" not in first.describe() and "outside" in first.describe()
+            assert "the slot of its predecessor is outside the pool" in second.describe()
+
+
+def test_one_is_singular() -> None:
+    log = log_of({"REASON": 2})
+    one = np.zeros((12, 2), np.uint32)
+    one[3, 0] = 1
+    report = decode_log(ViolationLog(**(vars(log) | {"slot_run_counter": one, "kernel_run_counter": one})))
+    assert report.describe().splitlines()[0] == "1 violation in 1 launch over 1 slot."
 
 
 def test_from_a_step_to_the_sentence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -28,10 +29,12 @@ from jax_kvcanary import (
     release_records,
     reset_records,
     scatter_req_token_ids,
+    take_records,
 )
 from jax_kvcanary.sharding import ShardedOps, merge_reports, pack_verdicts, unpack_verdicts
 from jax_kvcanary.spec import INT32_MAX, CanaryLaunchTag, FailReason, RecordFlag, Verdict
 
+TWO = np.array([1, 2], np.int32)
 HEAD, TAIL = CanaryLaunchTag.HEAD_K_FULL, CanaryLaunchTag.TAIL_K_FULL
 DP, TP, PAGE, LAYERS = 2, 4, 4, 2
 PAGES, HEADS, DIM = 16, 8, 8  # of the whole pool
@@ -712,11 +715,31 @@ def test_moves_and_functions_of_one_rank() -> None:
 
 def test_packed_verdicts_keep_every_pair_apart() -> None:
     pairs = [(0, -1), (1, -1), (2, -1)] + [(2, position) for position in (INT32_MAX, INT32_MAX - 1, 7, 1, 0)]
-    packed = pack_verdicts(np.array([v for v, _ in pairs]), np.array([p for _, p in pairs]))
+    packed = pack_verdicts(*(np.array(values, np.int32) for values in zip(*pairs, strict=True)))
     assert packed.tolist() == sorted(set(packed.tolist()))  # later in the list is worse
     verdict, position = unpack_verdicts(packed)
     assert list(zip(verdict.tolist(), position.tolist(), strict=True)) == pairs
     assert int(Verdict.BAD) == 2
+
+
+def test_what_is_not_packed() -> None:
+    good = np.zeros((2,), np.int32)
+    for arguments, error, message in (
+        ((good, good[:1]), ValueError, "first_bad_position length must be 2, got 1"),
+        ((good, good[None]), ValueError, "first_bad_position must be 1-D, got shape"),
+        ((good.astype(np.int64), good), ValueError, "verdict must have dtype int32, got int64"),
+        ((good, good.astype(np.float32)), ValueError, "first_bad_position must have dtype int32, got float32"),
+        ((None, good), TypeError, "verdict must be an array, got NoneType"),
+        (([0, 1], good), TypeError, "verdict must be an array, got list"),
+    ):
+        with pytest.raises(error, match=f"^kv-canary: {message}"):
+            pack_verdicts(*arguments)
+    for packed, error, message in (
+        (np.zeros((2,)), ValueError, "packed must have dtype int32, got float64"),
+        (None, TypeError, "packed must be an array, got NoneType"),
+    ):
+        with pytest.raises(error, match=f"^kv-canary: {message}"):
+            unpack_verdicts(packed)
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -780,6 +803,17 @@ FEW = (jax.ShapeDtypeStruct((PAGES, PAGE, 6, DIM), jnp.float32),)
         ({"buffers": POOL[0]}, TypeError, "buffers must be a tuple of arrays, got ShapeDtypeStruct"),
         ({"buffer_specs": (SPEC, SPEC)}, ValueError, "buffer_specs must hold one PartitionSpec a buffer, got 2 for 1 buffers"),
         ({"buffer_specs": ("data",)}, TypeError, "buffer_specs[0] must be a PartitionSpec, got str"),
+        ({"buffer_specs": None}, TypeError, "buffer_specs must be a tuple of PartitionSpec, got NoneType"),
+        ({"buffer_specs": P("data", "data")}, ValueError, f"buffer_specs[0] {P('data', 'data')} names the axis 'data' twice"),
+        ({"buffer_specs": P(P.UNCONSTRAINED)}, TypeError, "buffer_specs[0] must be a tuple of mesh axis names, got UnconstrainedSingleton"),
+        ({"buffer_specs": P(("data", 3))}, TypeError, "buffer_specs[0] must be mesh axis names, got int"),
+        ({"buffers": None}, TypeError, "buffers must be a tuple of arrays, got NoneType"),
+        ({"buffers": (None,)}, TypeError, "buffers[0] must be an array or anything with shape and dtype, got NoneType"),
+        ({"buffers": (jax.ShapeDtypeStruct((), jax.dtypes.prng_key),)}, TypeError, "buffers[0] must have a dtype of numbers, got "),
+        ({"data_axes": None}, TypeError, "data_axes must be a tuple of mesh axis names, got NoneType"),
+        ({"tensor_axes": 3}, TypeError, "tensor_axes must be a tuple of mesh axis names, got int"),
+        ({"sources": None}, TypeError, "sources must be a tuple of RealKvSource, got NoneType"),
+        ({"sources": lambda local: None}, TypeError, "sources must be a tuple of RealKvSource, got NoneType"),
         ({"sources": ()}, ValueError, "slots is required without sources: the slots of one shard"),
         ({"sources": (), "slots": -1}, ValueError, "slots must be non-negative, got -1"),
         ({"sources": ("x",), "slots": 4}, TypeError, "sources must be a tuple of RealKvSource, got a str in it"),
@@ -852,6 +886,17 @@ def test_bad_settings(changes: dict[str, Any], error: type[Exception], message: 
         ({"launch_tag": [0]}, TypeError, "launch_tag must be an int, got list"),
         ({"launch_tag": 12}, ValueError, "launch_tag must be one of"),
         ({"step": -1}, ValueError, "step must be >= 0, got -1"),
+        ({"step": np.array(2**40)}, ValueError, "step must be <= 4294967295, got 1099511627776"),
+        ({"step": None}, TypeError, "step must be an int, got NoneType"),
+        ({"records": None}, TypeError, "records must be an array, got NoneType"),
+        ({"log": None}, TypeError, "log must be a ViolationLog, got NoneType"),
+        ({"prefix_lens": None}, TypeError, "prefix_lens must be an array, got None"),
+        ({"req_to_token": None}, TypeError, "req_to_token must be an array, got None"),
+        ({"req_pool_indices": jax.ShapeDtypeStruct((4,), jnp.int32)}, TypeError, "req_pool_indices must be an array, got ShapeDtypeStruct"),
+        *[
+            ({"real_kv_buffers": value}, ValueError, "real_kv_buffers must hold one array a source, got 0 for 2 sources")
+            for value in (None, (), [])
+        ],
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -864,11 +909,34 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], message:
 def test_more_bad_arguments() -> None:
     sharded = ops_of()
     state = prefilled(sharded)
+    ask = {"records": state[0], "log": state[2], "req_pool_indices": ROWS, "prefix_lens": LENS, "req_to_token": tables(sharded)}
+    assert sharded.verify_fused(**ask, launch_tag=HEAD, real_kv_hash_mode=RealKvHashMode.NONE).verdict.shape == (4,)
+    for mode in (RealKvHashMode.ALL, 1):
+        with pytest.raises(ValueError, match=r"^kv-canary: real_kv_buffers must hold one array a source, got 0 for 2 sources"):
+            sharded.verify_fused(**ask, launch_tag=HEAD, real_kv_hash_mode=mode)
+    with pytest.raises(TypeError, match=r"^kv-canary: verify_fused needs the argument 'launch_tag'"):
+        sharded.verify_fused(**ask)
+    elsewhere = jax.device_put(ROWS, jax.devices("cpu")[1])
+    with pytest.raises(ValueError, match=r"^kv-canary: req_pool_indices must be on the mesh of the ShardedOps, got SingleDeviceSharding"):
+        sharded.verify_fused(**{**ask, "req_pool_indices": elsewhere}, launch_tag=HEAD)
     whole = jax.device_put(np.asarray(state[3][0]), NamedSharding(sharded.mesh, P()))
     with pytest.raises(ValueError, match=r"^kv-canary: real_kv_buffers\[0\] must be placed as NamedSharding.*shape \(16, 4, 8, 8\)"):
         check(sharded, (*state[:3], (whole, state[3][1])))
     with pytest.raises(TypeError, match=r"^kv-canary: plan must be one half of a Plan, got int"):
         sharded.verify(records=state[0], log=state[2], plan=1, launch_tag=HEAD)
+    laid_out = sharded.plan(
+        req_pool_indices=ROWS, prefix_lens=LENS, extend_seq_lens=LENS * 0, req_to_token=tables(sharded), verify_capacity=20,
+        write_req_capacity=2,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=r"^kv-canary: plan.slot_indices must be an array, got None"):
+        sharded.verify(records=state[0], log=state[2], plan=dataclasses.replace(laid_out.verify, slot_indices=None), launch_tag=HEAD)
+    wide = np.asarray(laid_out.verify.slot_indices).astype(np.int64)
+    wide[0] += 2**32  # cut to 32 bits it would be the slot that is meant
+    far = sharded.verify(
+        records=state[0], log=state[2], plan=dataclasses.replace(laid_out.verify, slot_indices=wide), launch_tag=HEAD,
+        real_kv_hash_mode=RealKvHashMode.ALL, real_kv_buffers=state[3],
+    )  # fmt: skip
+    assert far.verdict.tolist() == [2, 1, 1, 1]
     lopsided = VerifyPlan.allocate(verify_capacity=3, bs=2)
     with pytest.raises(
         ValueError, match=r"^kv-canary: plan.slot_indices axis 0 of size 3 does not divide over the mesh axis 'data' of size 2"
@@ -894,3 +962,42 @@ def test_an_abstract_mesh_will_do_inside_a_step() -> None:
     state = prefilled(ops_of())
     with jax.set_mesh(mesh):
         assert jax.jit(lambda *state: check(sharded, state).verdict)(*state).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s, r: s.move(None, records=r, slots=TWO), TypeError, "function must be a function, got NoneType"),
+        (lambda s, r: s.move(reset_records, records=None, slots=TWO), TypeError, "records must be an array, got NoneType"),
+        (lambda s, r: s.move(reset_records, slots=TWO), TypeError, "reset_records needs the argument 'records'"),
+        (lambda s, r: s.move(reset_records, records=r, slots=None), TypeError, "slots must be an array, got None"),
+        (lambda s, r: s.move(reset_records, records=r, slots=TWO, pages=1), TypeError, "reset_records has no argument 'pages'"),
+        (lambda s, r: s.move(reset_records, records=r, slots=TWO, page_size=True), TypeError, "page_size must be an int, got bool"),
+        (lambda s, r: s.move(reset_records, records=r, slots=TWO, page_size=SLOTS + 1), ValueError, f"page_size must be at most {SLOTS}"),
+        (lambda s, r: s.move(take_records, records=r, slots=TWO), TypeError, "the result of function must be a MoveResult, got Taken"),
+        (lambda s, r: s.map_data_ranks(None, TWO), TypeError, "function must be a function, got NoneType"),
+        (lambda s, r: s.map_data_ranks(abs, 3), TypeError, "arrays[0] must be an array, got int"),
+        (lambda s, r: s.coordinates(None), TypeError, "shard must be an int, got NoneType"),
+        (lambda s, r: s.data_rank("0"), TypeError, "shard must be an int, got str"),
+        (lambda s, r: s.decode_log(None), TypeError, "log must be a ViolationLog, got NoneType"),
+        (lambda s, r: s.decode_log(s.allocate_log(ring_capacity=1), records=3), TypeError, "records must be an array, got int"),
+        (
+            lambda s, r: s.decode_log(dataclasses.replace(s.allocate_log(ring_capacity=1), slot_run_counter=np.zeros((3, 2), np.uint32))),
+            ValueError,
+            "log.slot_run_counter axis 0 must be 96, got 3",
+        ),
+        (
+            lambda s, r: jax.jit(lambda log: s.decode_log(log).reported)(s.allocate_log(ring_capacity=1)),
+            TypeError,
+            "log.ring must be a concrete array, got a traced value; read it outside of jit",
+        ),
+        (lambda s, r: s.find_deviating_ranks(None), TypeError, "report must be a LogReport, got NoneType"),
+        (lambda s, r: merge_reports(None), TypeError, "reports must be several LogReport, got NoneType"),
+        (lambda s, r: merge_reports([3]), TypeError, "reports must be a tuple of LogReport, got a int in it"),
+    ],
+)  # fmt: skip
+def test_bad_moves_and_readings(call: Any, error: type[Exception], message: str) -> None:
+    sharded = ops_of()
+    sharded.move(reset_records, records=sharded.allocate_records(), slots=TWO, page_size=1)  # True is not the 1 that was compiled
+    with pytest.raises(error, match=f"^kv-canary: {re.escape(message)}"):
+        call(sharded, sharded.allocate_records())

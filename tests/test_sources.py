@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kvcanary import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
+from jax_kvcanary import (
+    RealKvSource,
+    ViolationLog,
+    allocate_records,
+    clip_read_bytes_aligned,
+    make_packed_source,
+    make_row_source,
+    verify_fused,
+)
 
 FOLDERS = [Path(__file__).parent / "vectors", *([Path(os.environ["KVCANARY_VECTORS"])] if os.environ.get("KVCANARY_VECTORS") else [])]
 CALLS = [
@@ -124,6 +132,9 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         {"shape": (4, 48), "page_size": 4},
         "RealKvSource.tensor row is 48 bytes wide but page_size=4 x num_bytes_per_token=16 needs 64 (shape=(4, 48), dtype=uint8)",
     ),
+    ({"page_size": 2**33, "shape": (0, 2**40)}, "RealKvSource.page_size must fit in int32"),
+    ({"shape": (2**31, 64)}, "RealKvSource.tensor rows must fit in int32"),
+    ({"shape": (0, 2**60)}, f"RealKvSource.tensor row bytes must be at most {2**58}, got {2**60}"),
     ({"shape": (4, 5), "dtype": jnp.int4}, "RealKvSource.tensor row must be a whole number of bytes, got 20 bits (shape=(5,), dtype=int4)"),
 ]
 
@@ -196,6 +207,19 @@ def test_what_is_no_buffer() -> None:
         RealKvSource(shape=4, page_size=1, num_bytes_per_token=16, read_bytes=16)
 
 
+@pytest.mark.parametrize("dtype", [None, "nope", 3, object, "M8[s]", "V4", [("a", "i4")], jax.random.key(0).dtype], ids=str)
+def test_what_is_no_dtype(dtype: Any) -> None:
+    general = {"pages": 1, "page_size": 1, "page_stride": 0, "token_stride": 0, "run_bytes": 1}
+    for name, call in (
+        ("RealKvSource", lambda: RealKvSource(shape=(4, 64), dtype=dtype, page_size=1, num_bytes_per_token=16, read_bytes=16)),
+        ("RealKvSource", lambda: RealKvSource.general(buffer_shape=(4,), buffer_dtype=dtype, **general)),
+        ("layer_buffer", lambda: make_row_source(layer_buffer=((4, 64), dtype), read_bytes=16)),
+        ("buffer", lambda: make_packed_source(buffer=((4, 64), dtype), page_size=1, bytes_per_token=16, read_bytes=16)),
+    ):
+        with pytest.raises(TypeError, match=f"^kv-canary: {name} must have a dtype of numbers, got "):
+            call()
+
+
 def test_descriptor() -> None:
     (source,) = make_packed_source(buffer=((4, 80), "uint8"), page_size=2, bytes_per_token=32, read_bytes=16)
     assert source.descriptor(3) == (3, 0, 4, 2, 80, 32, (1, 1, 1, 1), (0, 0, 0, 0), 32, 16)
@@ -223,6 +247,14 @@ def test_general_source() -> None:
         ({"run_strides": ()}, "RealKvSource.run_counts and run_strides must have one length of at most 4, got 1 and 0"),
         ({"pages": 2**31}, "RealKvSource.pages must fit in int32"),
         ({"buffer_index": -1}, "RealKvSource.buffer_index must be >= 0, got -1"),
+        ({"buffer_index": 2**63}, "RealKvSource.buffer_index must be <= 2147483647, got"),
+        *[
+            ({"pages": 0, name: 2**58 + 1}, f"RealKvSource.{name} must be at most {2**58}, got {2**58 + 1}")
+            for name in ("offset", "page_stride", "token_stride", "run_bytes")
+        ],
+        ({"pages": 0, "run_strides": (2**63,)}, f"RealKvSource.run_strides must be at most {2**58}, got {2**63}"),
+        ({"pages": 0, "run_counts": (2**31 - 1,) * 2, "run_strides": (1, 1)}, "RealKvSource.run_bytes x run_counts must be at most"),
+        ({"pages": 0, "run_counts": (2**10,), "run_strides": (2**58,)}, f"RealKvSource extent of a slot must be <= {2**62}, got"),
     ],
 )
 def test_general_source_errors(changes: dict[str, Any], message: str) -> None:
@@ -232,6 +264,30 @@ def test_general_source_errors(changes: dict[str, Any], message: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=f"^kv-canary: {message}"):
         RealKvSource.general(**(arguments | changes))
+
+
+@pytest.mark.parametrize("name", ["run_counts", "run_strides"])
+@pytest.mark.parametrize("value", [None, 3])
+def test_runs_that_are_no_tuples(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"^kv-canary: RealKvSource.{name} must be a tuple of ints, got {type(value).__name__}"):
+        RealKvSource.general(**{
+            "buffer_shape": (8,), "buffer_dtype": "int8", "pages": 1, "page_size": 1, "page_stride": 0, "token_stride": 0,
+            "run_bytes": 1, "run_counts": (2,), "run_strides": (1,), name: value,
+        })  # fmt: skip
+
+
+def test_the_largest_numbers_are_those_of_the_handler(implementation: str) -> None:
+    """A source without pages, whose numbers nothing else bounds."""
+    source = RealKvSource.general(
+        buffer_shape=(0, 16), buffer_dtype="uint8", pages=0, page_size=2**31 - 1, page_stride=2**58, token_stride=2**58, offset=2**58,
+        run_bytes=2**27, run_counts=(2**31 - 1,), run_strides=(2**30,),
+    )  # fmt: skip
+    out = verify_fused(
+        records=allocate_records(slots=4), log=ViolationLog.allocate(ring_capacity=4), req_pool_indices=[1], prefix_lens=[1],
+        req_to_token=np.ones((2, 2), np.int32), launch_tag=0, real_kv_hash_mode=2, real_kv_sources=(source,),
+        real_kv_buffers=(jnp.zeros((0, 16), jnp.uint8),), implementation=implementation,
+    )  # fmt: skip
+    assert out.verdict.tolist() == [2]
 
 
 def test_addresses_are_64_bit() -> None:

@@ -217,6 +217,7 @@ def test_any_batch_size_and_numpy_integers_are_served() -> None:
 
 MAPPING = np.arange(9, dtype=np.int32)
 CONTEXT = np.zeros((3, 5), np.int32)
+TAGS = np.zeros((SLOTS, 0), np.uint32)
 
 ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("plan", {"verify_capacity": -1}, "verify_capacity must be non-negative, got -1"),
@@ -237,6 +238,10 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("plan", {"req_pool_indices": i32(1)}, "req_pool_indices must be 1-D, got shape ()"),
     ("plan", {"prefix_lens": i32([1])}, "prefix_lens length must be 2, got 1"),
     ("plan", {"extend_seq_lens": i32([1, 2, 3])}, "extend_seq_lens length must be 2, got 3"),
+    ("plan", {"prefix_lens": [[1], [1, 2]]}, "prefix_lens must be an array or a list whose rows have one length, got shapes [(1,), (2,)] in it"),
+    ("plan", {"req_to_token": [[1, 2], 3]}, "req_to_token must be an array or a list whose rows have one length, got shapes [(), (2,)] in it"),
+    ("plan", {"full_to_swa_index_mapping": [[1], [1, 2]]}, "full_to_swa_index_mapping must be an array or a list whose rows have one length"),
+    ("verify_fused", {"full_to_swa_index_mapping": [1, [2]]}, "full_to_swa_index_mapping must be an array or a list whose rows have one length"),
     ("plan", {"prefix_lens": np.zeros(2, np.float32)}, "prefix_lens must have dtype int32 or int64, got float32"),
     ("plan", {"prefix_lens": np.zeros(2, bool)}, "prefix_lens must have dtype int32 or int64, got bool"),
     ("plan", {"prefix_lens": jnp.zeros(2, jnp.uint32)}, "prefix_lens must have dtype int32 or int64, got uint32"),
@@ -275,18 +280,30 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("verify", {"namespaces": i32([1])}, "namespaces length must be 2, got 1"),
     ("verify", {"source_window": (0, 1)}, "source_window needs source_tags"),
     ("verify", {"source_window": (0, 1, 2), "source_tags": np.zeros((SLOTS, 0), np.uint32)}, "source_window must be (start, count), got 3 values"),
+    ("verify", {"source_window": (0, 0), "source_tags": TAGS}, "source_window must have a count of at least 1, got 0"),
+    ("verify", {"source_window": [1, -3], "source_tags": TAGS}, "source_window must have a count of at least 1, got -3"),
+    ("verify_fused", {"source_window": (0, np.int32(0)), "source_tags": TAGS}, "source_window must have a count of at least 1, got 0"),
+    ("verify", {"source_window": (np.array(2**32 + 1), 1), "source_tags": TAGS}, "source_window[0] must be <= 2147483647, got 4294967297"),
+    ("verify", {"source_window": (0, np.array([2**40])), "source_tags": TAGS}, "source_window[1] must be <= 2147483647, got 1099511627776"),
+    ("verify", {"source_window": np.array([0, 2**40]), "source_tags": TAGS}, "source_window must fit in int32"),
     ("verify", {"source_window": i32([0]), "source_tags": np.zeros((SLOTS, 0), np.uint32)}, "source_window length must be 2, got 1"),
     ("verify", {"source_tags": np.zeros((SLOTS, 1), np.uint32)}, "source_tags must have shape (12, 0) (slots, sources), got (12, 1)"),
     ("verify", {"source_tags": np.zeros((SLOTS - 1, 0), np.uint32)}, "source_tags must have shape (12, 0) (slots, sources), got (11, 0)"),
     ("verify", {"source_tags": np.zeros((SLOTS, 0), np.int32)}, "source_tags must have dtype uint32, got int32"),
     ("verify", {"real_kv_sources": (source(),)}, "real_kv_buffers must hold one array a source, got 0 for 1 sources"),
-    ("verify", {"real_kv_buffers": (POOL,)}, ""),
+    ("verify", {"real_kv_buffers": (POOL,)}, "real_kv_buffers must hold one array a source, got 1 for 0 sources"),
+    ("verify_fused", {"real_kv_buffers": (POOL, POOL)}, "real_kv_buffers must hold one array a source, got 2 for 0 sources"),
+    ("write", {"real_kv_buffers": (POOL,)}, "real_kv_buffers must hold one array a source, got 1 for 0 sources"),
     ("verify", {"real_kv_sources": (source(), source()), "real_kv_buffers": (POOL, POOL[:3])}, "real_kv_buffers[1] must have shape (12, 32) as real_kv_sources[1] says, got (3, 32)"),
     ("verify", {"real_kv_sources": (source(),), "real_kv_buffers": (POOL.astype(np.int8),)}, "real_kv_buffers[0] must have dtype uint8 as real_kv_sources[0] says, got int8"),
     ("verify", {"real_kv_sources": (RealKvSource.general(buffer_shape=(SLOTS, 32), buffer_dtype="uint8", pages=SLOTS, page_size=1, page_stride=32, token_stride=0, run_bytes=32, buffer_index=1),), "real_kv_buffers": (POOL,)}, "real_kv_sources[0] reads buffer 1, but there are 1 real_kv_buffers"),
     ("verify", {"step": -1}, "step must be >= 0, got -1"),
     ("verify", {"step": 2**32}, "step must be <= 4294967295, got 4294967296"),
     ("verify", {"shard": 2**32}, "shard must be <= 4294967295, got 4294967296"),
+    ("verify", {"step": np.int64(2**32)}, "step must be <= 4294967295, got 4294967296"),
+    ("verify", {"step": np.array(2**32)}, "step must be <= 4294967295, got 4294967296"),
+    ("verify", {"step": np.array([-1])}, "step must be >= 0, got -1"),
+    ("verify", {"shard": np.array(2**40 + 3, np.uint64)}, "shard must be <= 4294967295, got 1099511627779"),
     ("verify", {"step": np.zeros(2, np.int32)}, "step must be a scalar, got shape (2,)"),
     ("verify", {"step": np.zeros((), np.float32)}, "step must have an integer dtype, got float32"),
     ("verify_fused", {"swa_window_size": 2}, "full_to_swa_index_mapping is required when swa_window_size > 0"),
@@ -310,6 +327,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("write", {"plan": write_plan(write_num_valid_reqs=i32([0, 1]))}, "plan.write_num_valid_reqs length must be 1, got 2"),
     ("write", {"request_ids": i32([1, 2, 3])}, "request_ids length must be at most 2, got 3"),
     ("write", {"namespaces": i32([1, 2, 3])}, "namespaces length must be at most 2, got 3"),
+    ("write", {"request_ids": i32([1])}, "request_ids length must be at least 2, that of plan.req_pool_indices, got 1"),
+    ("write", {"namespaces": i32([])}, "namespaces length must be at least 2, that of plan.req_pool_indices, got 0"),
+    ("write", {"plan": write_plan(req_pool_indices=i32([1, 2, 3]))}, "plan.req_pool_indices length must be at most 2, got 3"),
     ("write", {"record_flags": -1}, "record_flags must be >= 0, got -1"),
     ("write", {"record_flags": 2**32}, "record_flags must be <= 4294967295"),
     ("write", {"enable_chain_position_assert": i32([1, 1])}, "enable_chain_position_assert must be a scalar or have shape (1,), got shape (2,)"),
@@ -319,7 +339,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("scatter", {"pool_out": np.zeros(4, np.int32)}, "pool_out must be 2-D, got shape (4,)"),
     ("scatter", {"flat_in": np.zeros(3, np.float32)}, "flat_in must have dtype int32 or int64"),
 ]  # fmt: skip
-ERRORS = [error for error in ERRORS if error[2]]
 
 
 @pytest.mark.parametrize(("op", "changes", "message"), ERRORS, ids=[f"{op}-{'-'.join(changes)}" for op, changes, _ in ERRORS])
@@ -416,12 +435,68 @@ def test_static_bools(op: str, name: str, value: Any) -> None:
         ("plan", {"prefix_lens": [1, 2.5]}, "prefix_lens element must be an int, got float"),
         ("plan", {"prefix_lens": [1, True]}, "prefix_lens element must be an int, got bool"),
         ("plan", {"prefix_lens": [jnp.int32(1), jnp.int32(1)]}, "prefix_lens must be an array or a list of Python ints"),
+        *[
+            (op, {name: value}, f"{name} must {message}")
+            for op, name in (
+                ("plan", "prefix_lens"),
+                ("plan", "req_to_token"),
+                ("plan", "full_to_swa_index_mapping"),
+                ("verify", "records"),
+                ("verify", "namespaces"),
+                ("verify", "step"),
+                ("write", "input_ids"),
+                ("write", "request_ids"),
+                ("write", "enable_chain_position_assert"),
+                ("scatter", "pool_out"),
+            )
+            for value, message in (
+                (jax.ShapeDtypeStruct((2,), jnp.int32), "be .*, got ShapeDtypeStruct"),
+                (jax.random.split(jax.random.key(0), 2), "have a dtype of numbers, got key<fry>"),
+                (np.ma.array(i32([1, 2])), "be .* without a mask, got MaskedArray"),
+            )
+        ],
+        *[
+            ("verify", {"real_kv_sources": (source(),), "real_kv_buffers": (value,)}, rf"real_kv_buffers\[0\] must {message}")
+            for value, message in (
+                (jax.ShapeDtypeStruct((SLOTS, 32), jnp.uint8), "be an array, got ShapeDtypeStruct"),
+                (jax.random.split(jax.random.key(0), 2), "have a dtype of numbers, got key<fry>"),
+                (np.ma.array(POOL), "be an array without a mask, got MaskedArray"),
+                (None, "be an array, got NoneType"),
+            )
+        ],
         ("plan", {"prefix_lens": 3}, "prefix_lens must be an array, got int"),
     ],
 )
 def test_type_errors(op: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=f"^kv-canary: {message}"):
         CALLS[op](**changes)
+
+
+def test_a_list_of_traced_values_says_what_to_do() -> None:
+    for op, changes in (("plan", lambda x: {"prefix_lens": [x, x]}), ("plan", lambda x: {"full_to_swa_index_mapping": [x]})):
+        with pytest.raises(
+            TypeError, match=r"^kv-canary: \w+ must be an array or a list of Python ints, got a list of arrays; use jnp.stack"
+        ):
+            jax.jit(lambda x, op=op, changes=changes: jax.tree.leaves(CALLS[op](**changes(x))))(1)
+
+
+def test_a_donated_operand_is_named() -> None:
+    gone = jnp.zeros((SLOTS, 8), jnp.uint32)
+    gone.delete()
+    with pytest.raises(ValueError, match=r"^kv-canary: records was deleted \(donated to a step\); go on with what the step returned"):
+        call_verify(records=gone)
+
+
+def test_a_window_on_the_device_may_hold_anything() -> None:
+    one = {"real_kv_sources": (source(),), "real_kv_buffers": (POOL,), "source_tags": np.zeros((SLOTS, 1), np.uint32)}
+    for window in (i32([0, 0]), jnp.array([5, -3], jnp.int32), (0, jnp.int32(0))):
+        assert call_verify(source_window=window, real_kv_hash_mode=2, **one).verdict.tolist() == [2, 0]
+
+
+def test_values_of_requests_that_no_plan_names_may_be_fewer() -> None:
+    none = write_plan(req_pool_indices=i32([]))
+    out = call_write(plan=none, request_ids=i32([7]), namespaces=i32([]), records=np.zeros((SLOTS, 16), np.uint32))
+    assert out.records[1:4, 8].tolist() == [7, 0, 0]
 
 
 def test_only_keywords() -> None:
@@ -541,6 +616,10 @@ def test_chain_position_assert_forms() -> None:
         (jnp.array([1], jnp.int32), 2),
         (jnp.array(True), 2),
         (np.array([2], np.int64), 2),
+        (np.array([2**32]), 2),
+        (np.array(2**40, np.uint64), 2),
+        (np.int64(2**32), 2),
+        (np.array(0), 0),
     ):
         out = call_write(plan=seeds, enable_chain_position_assert=value, extended_checks=False)
         assert int(out.log.write_index[0]) == rows, value
