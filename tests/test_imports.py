@@ -130,3 +130,13 @@ def test_the_examples_run(name: str) -> None:
     offered = {name: getattr(jax_kvcanary, name) for name in jax_kvcanary.__all__}
     names = offered | {"jax": jax, "jnp": jnp, "np": np, "sys": sys}
     assert doctest.testmod(importlib.import_module(f"jax_kvcanary.{name}"), extraglobs=names).failed == 0
+
+
+def test_the_first_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs as printed, and sees the touched slot alone."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    exec(compile(code, "README.md", "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "1 violation in 2 launches over 6 slots."
+    assert second.startswith("HEAD_K_FULL found a violation at slot 3 (position 1, batch row 0, request row 1): its bytes hash to 0x")
