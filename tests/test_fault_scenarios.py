@@ -1070,9 +1070,9 @@ B60 B62 B64 B66 B68 B70 B72 B74 B75 B77 B79 B80 B82 B83""".split()
 # ---------------------------------------------------------------------------------------------- tests
 
 
-@functools.lru_cache(maxsize=4)
-def run(name: str, *, fault: bool, strict: bool = True) -> World:
-    world = World(fault, strict)
+@functools.lru_cache
+def run(name: str, *, fault: bool) -> World:
+    world = World(fault)
     SCENARIOS[name](world)
     return world
 
@@ -1154,12 +1154,52 @@ def test_causes_are_right_or_unknown(name: str) -> None:
     assert all(monitor.health().failures == 0 for node in world.nodes.values() for monitor in node.monitors.values())
 
 
-@pytest.mark.parametrize("name", UNWRITTEN_BY_DEFAULT)
-def test_what_nobody_stamped_is_counted_without_strict(name: str) -> None:
-    clean, world = run(name, fault=False, strict=False), run(name, fault=True, strict=False)
-    assert (clean.seen, clean.unattested) == ([], 0)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_without_strict_only_missing_loads_are_lost(name: str) -> None:
+    """By default what nobody stamped is counted, not reported; everything else is seen as soon, and as the same."""
+    world = World(True, strict=False)
+    SCENARIOS[name](world)
+    if any(node.canary.config.strict for node in world.nodes.values()):
+        pytest.skip("the scenario has a pool of another shape, whose canary is strict in all tests")
+    if name not in UNWRITTEN_BY_DEFAULT:
+        assert world.unattested == 0
+        assert outcome(world) == outcome(run(name, fault=True))
+        return
     assert {row.by for row in world.seen} <= {"digest"}
     assert world.unattested == UNWRITTEN_BY_DEFAULT[name]
+    clean = World(False, strict=False)
+    SCENARIOS[name](clean)
+    assert (clean.seen, clean.unattested) == ([], 0)
+
+
+@pytest.mark.xfail(strict=True, reason="a predecessor of -1 is taken for the beginning of a chain, also at a window's start")
+def test_a_map_may_mark_what_left_the_window_with_minus_one() -> None:
+    """No fault: the window begins at a page's edge, the page before it is given back."""
+    world = World(False)
+    n = world.node("node", hybrid())
+    n.admit(A, [1, 2, 3])
+    n.step({A: 32})
+    n.step({A: 16})
+    n.mapping[slots_of([1, 2])] = -1
+    n.verify()
+    assert world.seen == []
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the slot before the window was never stamped, and the first one in it is reported as not chained to it"
+)
+def test_only_the_rows_of_the_window_are_loaded() -> None:
+    """No fault: a transfer brings the window's rows alone, and the map keeps the others' slots."""
+    world = World(False)
+    prefill, n = world.node("prefill", hybrid()), world.node("decode", hybrid())
+    prefill.admit(A, [1, 2, 3])
+    prefill.step({A: 32})
+    prefill.step({A: 16})
+    n.admit(A, [1, 2, 3], length=48)
+    n.load(prefill.save(slots_of([1, 2, 3])), slots_of([1, 2, 3]))
+    n.load(prefill.save(P3, group="swa"), P3, group="swa")
+    n.verify()
+    assert world.seen == []
 
 
 def test_a_full_ring_is_told_and_checking_goes_on() -> None:
@@ -1194,23 +1234,23 @@ def names_of(reasons: FailReason) -> str:
 
 def table() -> str:
     """What really happens, a line a scenario."""
-    lines = [f"{'scenario':<28}{'seen by':<9}{'steps':<7}{'reasons (then)':<58}{'cause without / with tables':<44}what"]
+    rows = [("scenario", "seen by", "steps", "reasons (then)", "cause without / with tables", "what")]
     for name, function in SCENARIOS.items():
         world, expected = run(name, fault=True), TABLE[name]
         got = outcome(world)
         what = (function.__doc__ or "").splitlines()[0]
         if not world.seen:
-            lines.append(f"{name:<28}{'silent':<9}{'-':<7}{'needs: ' + expected.needs:<102}{what}")
+            rows.append((name, "silent", "-", f"needs: {expected.needs}", "-", what))
             continue
         causes = {which: {event.cause for of, event in world.events() if of == which} - {Cause.UNKNOWN} for which in ("bare", "told")}
         said = " / ".join(
             ", ".join(f"{cause.value}{'' if cause in expected.causes else ' (WRONG)'}" for cause in sorted(causes[which])) or "unknown"
             for which in causes
         )
-        reasons = names_of(got.reasons) + (f" ({names_of(got.also)})" if got.also else "")
-        lines.append(f"{name:<28}{got.by:<9}{got.after:<7}{reasons:<58}{said:<44}{what}")
-    of_rows = {row: [TABLE[name] for name in SCENARIOS if name.split()[0] == row] for row in ROWS}
-    first = [kept[0] for kept in of_rows.values()]
+        rows.append((name, got.by, str(got.after), names_of(got.reasons) + (f" ({names_of(got.also)})" if got.also else ""), said, what))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    first = [TABLE[row] for row in ROWS]
     lines.append(
         f"{len(ROWS)} reports: {sum(not kept.silent for kept in first)} seen, {sum(kept.silent for kept in first)} silent; "
         f"{sum(bool(kept.wrong) for kept in TABLE.values())} scenarios with a wrong cause"
