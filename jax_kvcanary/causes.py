@@ -304,6 +304,8 @@ class _Reader:
             return self._own_record(number, entry)
         if not row.reader or not row.writer:
             return self._own(number, Cause.UNKNOWN, "without request ids, what wrote the slot cannot be told from its reader")
+        if row.writer_step > row.step:
+            return self._own(number, Cause.UNKNOWN, self._who(row), _OTHER_CLOCK)
         return self._foreign(number, entry) if entry is not None else self._foreign_alone(number)
 
     @staticmethod
@@ -396,6 +398,9 @@ class _Reader:
         row = self.rows[number]
         if not row.reasons & _POSITION or row.reasons & _CHAIN or not row.written:
             return None
+        foreign = row.reader and row.writer not in (0, row.reader)
+        if foreign and (row.reasons & _TOKEN or (row.previous_known and row.previous_writer != row.writer)):
+            return None  # another request went on from what stands before this slot
         shift = row.position - row.expected_position
         return self._own(
             number,
@@ -431,7 +436,7 @@ class _Reader:
         more = any(other is not None and self.rows[other].reasons & RECORD_BITS == _TOKEN for other in neighbours)
         if entry is not None and row.writer:
             held = _held(entry)
-            if row.writer_step > held:
+            if row.step >= row.writer_step > held:
                 return self._own(
                     number,
                     Cause.OVERWRITTEN,
@@ -458,6 +463,8 @@ class _Reader:
             return Finding(cause=cause, evidence=evidence, run=number, position=p - 1, writer=whom, writer_step=when)
 
         own = "its own record fits"
+        if when > row.step:
+            return about(Cause.UNKNOWN, own, _OTHER_CLOCK)
         entry = self._entry_at(row, p - 1)
         if entry is not None:
             held = _held(entry)
@@ -533,13 +540,15 @@ class _Reader:
                 return self._own(number, Cause.OVERWRITTEN, who, f"this request had written it in step {entry.written_step}{also}")
             if row.writer_step == entry.written_step:
                 return self._own(number, Cause.OVERWRITTEN, who, f"this request had to write it in the same step{also}")
-            return self._own(
-                number, Cause.STALE_PAGE, who, f"this request should have written it in step {entry.written_step}, its stamp is not there"
-            )
+            older = f"this request should have written it in step {entry.written_step}, its stamp is not there{also}"
+            if self._run_end(row) is not None:  # moved there with its record, after this request had gone on from its own content
+                taken = any(request == row.writer for request, _ in held)
+                return self._own(number, Cause.OVERWRITTEN if taken else Cause.UNKNOWN, who, older)
+            return self._own(number, Cause.STALE_PAGE if row.flags & RecordFlag.FREE else Cause.UNKNOWN, who, older)
         if row.writer_step > entry.since:
             return self._own(number, Cause.OVERWRITTEN, who, f"this request holds it since step {entry.since}{also}")
         ended = self.history.finished(row.writer) if self.history is not None else None
-        if row.flags & RecordFlag.FREE or (ended is not None and not held):
+        if row.writer_step < entry.since and (row.flags & RecordFlag.FREE or (ended is not None and not held)):
             return self._own(number, Cause.STALE_PAGE, who, f"this request took it over, as already written, in step {entry.since}")
         return self._own(
             number,
@@ -589,6 +598,9 @@ class _Reader:
         if row.writer_namespace != row.reader_namespace:
             words += f" under namespace {row.writer_namespace:#x}"
         return words + (", and released since" if row.flags & RecordFlag.FREE else "")
+
+
+_OTHER_CLOCK = "that step is still to come here: the record was brought from elsewhere, and its step tells nothing"
 
 
 def _held(entry: SlotEntry) -> int:

@@ -204,11 +204,29 @@ def test_history_tells_overwritten_from_stale() -> None:
     wrote = history_of((4, {1: SLOTS}))
     assert causes(foreign(3, slot=103, writer_step=12), history=wrote) == [Cause.OVERWRITTEN]
     assert causes(foreign(3, slot=103, writer_step=4), history=wrote) == [Cause.OVERWRITTEN]  # two writers in one step
-    assert causes(foreign(3, slot=103, writer_step=3), history=wrote) == [Cause.STALE_PAGE]  # its own stamp is not there
+    assert causes(foreign(3, slot=103, writer_step=3, flags=FREE), history=wrote) == [Cause.STALE_PAGE]  # its own stamp is not there
+    assert causes(foreign(3, slot=103, writer_step=3), history=wrote) == [Cause.UNKNOWN]  # or moved there with its record
     took_over = history_of((4, {1: SLOTS}), written=False)
     assert causes(foreign(3, slot=103, writer_step=12), history=took_over) == [Cause.OVERWRITTEN]
     assert causes(foreign(3, slot=103, writer_step=3), history=took_over) == [Cause.UNKNOWN]
     assert causes(foreign(3, slot=103, writer_step=3, flags=FREE), history=took_over) == [Cause.STALE_PAGE]
+
+
+def test_records_that_were_brought_from_elsewhere() -> None:
+    """A load brings older steps, or those of another engine."""
+    assert causes(foreign(3, writer_step=500)) == [Cause.UNKNOWN]
+    assert causes(foreign(3, slot=103, writer_step=500), history=history_of((4, {1: SLOTS}))) == [Cause.UNKNOWN]
+    assert causes(Row(reasons=CHAIN, slot=116, at=16, writer_step=6, previous=(2, 500))) == [Cause.UNKNOWN]
+    reused = history_of((4, {1: [*SLOTS, 104]}), (9, {1: [*SLOTS, 104], 2: [103]}))
+    echo = Row(reasons=CHAIN, slot=104, at=4, writer_step=4, previous=(2, 1))
+    assert causes(foreign(3, slot=103, writer_step=1), echo, history=reused) == [Cause.OVERWRITTEN] * 2
+
+
+def test_a_write_into_the_page_of_another_is_not_called_shifted() -> None:
+    """The write of another request went on from what stands before the slot, so the chain is whole."""
+    assert causes(foreign(3, reasons=POSITION | TOKEN)) == [Cause.OVERWRITTEN]
+    assert causes(foreign(3, reasons=POSITION)) == [Cause.OVERWRITTEN]
+    assert causes(foreign(3, reasons=POSITION, previous=(2, 12))) == [Cause.SHIFTED]  # a shared prefix, all of it by one request
 
 
 def test_an_announced_copy_onto_a_slot_in_use() -> None:
