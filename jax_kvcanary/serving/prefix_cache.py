@@ -27,9 +27,11 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it, parents first."""
-        yield self
-        for child in list(self.children.values()):
-            yield from child.walk()
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +136,23 @@ class PrefixCache:
         return True
 
     def num_evictable(self) -> int:
-        """Pages that eviction could free one after the other."""
-        return sum(self._count_evictable(root)[0] for root in self.roots.values())
+        """Pages that eviction could free one after the other: those that nothing needs, with nothing needed below them."""
+        kept: set[int] = set()  # ids of nodes that eviction cannot reach
+        count = 0
+        for node in reversed(list(self._nodes())):  # children first
+            if any(id(child) in kept for child in node.children.values()) or self._is_needed(node):
+                kept.add(id(node))
+            else:
+                count += node.page is not None
+        return count
 
-    def _count_evictable(self, node: Node) -> tuple[int, bool]:
-        """Evictable pages at and below a node, and whether all pages there are."""
-        counts = [self._count_evictable(child) for child in node.children.values()]
-        total, whole = sum(count for count, _ in counts), all(ok for _, ok in counts)
-        if node.page is None:
-            return total, whole
-        alone = whole and not node.locks and not self.allocator.is_shared(node.page)
-        return total + alone, alone
+    def _is_needed(self, node: Node) -> bool:
+        """A request holds the page, or an admission is about to."""
+        return node.page is not None and (node.locks > 0 or self.allocator.is_shared(node.page))
 
     def _is_evictable(self, node: Node) -> bool:
-        """In the pool, not needed by a request or an admission, and no child in the pool."""
-        if node.page is None or node.locks or self.allocator.is_shared(node.page):
-            return False
-        return all(child.page is None for child in node.children.values())
+        """In the pool, not needed, and no child in the pool."""
+        return node.page is not None and not self._is_needed(node) and all(child.page is None for child in node.children.values())
 
     def _make_host_room(self) -> bool:
         """Whether the host has room for one page more, if need be after the oldest leaf there was dropped."""
@@ -169,18 +171,20 @@ class PrefixCache:
 
     def next_portion(self, count: int) -> list[CachedPage]:
         """The next pages in the pool of an endless walk over all of them."""
-        pages = [cached for namespace, root in self.roots.items() for cached in self._cached_below(root, namespace, 0, None)]
+        pages = [cached for namespace, root in self.roots.items() for cached in self._cached_below(root, namespace)]
         if not pages:
             return []
         start = self._sweep_at % len(pages)
         self._sweep_at = start + count
         return (pages[start:] + pages[:start])[:count]
 
-    def _cached_below(self, node: Node, namespace: int, position: int, parent_page: int | None) -> Iterator[CachedPage]:
-        for child in node.children.values():
-            if child.page is not None:
-                yield CachedPage(child.page, parent_page, position, child.key, namespace)
-                yield from self._cached_below(child, namespace, position + self.page_size, child.page)
+    def _cached_below(self, root: Node, namespace: int) -> Iterator[CachedPage]:
+        """Pages in the pool, parents first."""
+        position = {id(root): -self.page_size}
+        for node in root.walk():
+            if node.parent is not None and node.page is not None:
+                position[id(node)] = position[id(node.parent)] + self.page_size
+                yield CachedPage(node.page, node.parent.page, position[id(node)], node.key, namespace)
 
     # -------------------------------------------------------------------------------------------- removal
 
@@ -218,8 +222,7 @@ class PrefixCache:
 
     def _nodes(self) -> Iterator[Node]:
         for root in self.roots.values():
-            for child in list(root.children.values()):
-                yield from child.walk()
+            yield from (node for node in root.walk() if node is not root)
 
     def _page_keys(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
