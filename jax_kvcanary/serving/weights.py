@@ -62,7 +62,7 @@ def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is needed for the real model; install jax_kvcanary[demo]") from error
+        raise ImportError(f"{module} is needed here; install jax_kvcanary[demo]") from error
 
 
 def smollm2_path() -> Path:
