@@ -569,6 +569,18 @@ def test_a_sweep_finds_an_idle_page(caplog: pytest.LogCaptureFixture) -> None:
     engine.check()
 
 
+def test_mode_off_is_the_unguarded_program() -> None:
+    off = make_canary(CONFIG, ENGINE, CanaryConfig(mode="off"))
+    texts = []
+    for engine in (make_engine(), Engine(CONFIG, params(), off, engine_config=ENGINE)):
+        bucket, _ = batching.all_buckets(ENGINE)[0]
+        device, batch = engine.device, batching.dummy_batch(ENGINE, bucket)
+        texts.append(engine.compiled.decode.lower(engine.params, device.pool, device.canary_state, batch, pages=bucket.pages).as_text())
+    assert texts[0] == texts[1]
+    request_id = engine.add_request(prompt_of(9), SamplingParams(max_new_tokens=3))
+    assert engine.run()[request_id].status == "finished"
+
+
 def test_a_canary_that_counts_other_pages_is_refused() -> None:
     shapes = pool_shapes(CONFIG, ENGINE)
     canary = Canary(shapes, Layout.from_axes("page slot head dim", interleaved="head"), copy_page_size=8)
