@@ -16,6 +16,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.refcounts = np.zeros(num_pages, np.int32)
+        self.allocations = np.zeros(num_pages, np.int64)  # how often each page was handed out
         self.quarantined: set[int] = set()
         self._free = collections.deque(range(DUMMY_PAGE + 1, num_pages))
         self._released: list[int] = []
@@ -30,6 +31,7 @@ class PageAllocator:
             return None
         page = self._free.popleft()
         self.refcounts[page] = 1
+        self.allocations[page] += 1
         return page
 
     def share(self, page: int) -> None:

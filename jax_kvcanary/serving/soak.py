@@ -139,6 +139,7 @@ class _FaultRun:
         self.judged = 0  # of engine.planted
         self.told = 0  # of the monitor's events
         self.freed = False
+        self.allocations = engine.allocator.allocations.copy()
         self.mine: list[Event] = []
         cached = engine.engine_config.num_pages * engine.engine_config.page_size
         assert engine.canary is not None
@@ -158,10 +159,12 @@ class _FaultRun:
             engine.plant(self.kinds[self.number % len(self.kinds)], seed=self.number)
             self.number += 1
             self.next_at = engine.num_steps + self.every
+            self.allocations = engine.allocator.allocations.copy()
 
     def _judge(self, planted: Planted, summary: Summary) -> None:
         page = planted.slot // self.engine.engine_config.page_size
-        self.freed = self.freed or bool(self.engine.allocator.refcounts[page] == 0)
+        allocator = self.engine.allocator
+        self.freed = self.freed or allocator.refcounts[page] == 0 or allocator.allocations[page] != self.allocations[page]
         outcome = judge(planted, self.mine)
         late = self.engine.canary_step - planted.step > self.period
         if outcome.steps is None and not self.freed and not late:
