@@ -232,10 +232,10 @@ class Block:
 
 
 class World:
-    """Nodes, and whether the scenario's fault happens in it."""
+    """Nodes, and whether the scenario's fault happens in it. ahead: steps that a node has run before, by its name: clocks differ."""
 
-    def __init__(self, fault: bool, strict: bool = True) -> None:
-        self.fault, self.strict = fault, strict
+    def __init__(self, fault: bool, strict: bool = True, ahead: Mapping[str, int] | None = None) -> None:
+        self.fault, self.strict, self.ahead = fault, strict, ahead or {}
         self.nodes: dict[str, Node] = {}
         self.seen: list[Seen] = []
         self.outputs: list[list[float]] = []
@@ -248,7 +248,11 @@ class World:
         return self.fault
 
     def node(self, name: str = "node", canary: Canary | None = None) -> Node:
-        return self.nodes.setdefault(name, Node(self, name, plain(self.strict) if canary is None else canary))
+        if name not in self.nodes:
+            made = self.nodes[name] = Node(self, name, plain(self.strict) if canary is None else canary)
+            for _ in range(self.ahead.get(name, 0)):
+                made.step()
+        return self.nodes[name]
 
     def draft(self) -> Node:
         return self.node("draft", draft(self.strict))
