@@ -211,7 +211,8 @@ def import_records(
     """Put exported records and tags into some slots and check them there. Nothing is stamped anew: a fault stays visible.
 
     Checked are the links between neighbouring entries with neighbouring positions, heads (in records of 16 words, which
-    keep their namespace), records that were never written, and, with buffers, the bytes that came along.
+    keep their namespace), records that were never written, and, with buffers, the bytes that came along. A record that was
+    flagged FREE where it came from is not free here.
 
     **Use the returned records and tags, or jit removes the import.**
 
@@ -239,7 +240,7 @@ def import_records(
     index = validation.int_array("slots", slots, (None,), pairs=False)
     _check_export(exported, checked, None if source_tags is None else tags, index.shape[0], size)
     taken = TakenRecords(
-        records=exported["records"],
+        records=_in_use(exported["records"]),
         source_tags=None if source_tags is None else exported["source_tags"],
         taken=exported["taken"],
         status=exported["status"],
@@ -446,6 +447,16 @@ def _concrete(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return validation.list_to_numpy(name, value)
     return validation.host_array(name, value) if hasattr(value, "shape") else value
+
+
+def _in_use(rows: Any) -> Any:
+    """Records without the flag FREE; anything else that is wrong with them is found later."""
+    if not hasattr(rows, "dtype"):
+        return rows
+    records = jnp.asarray(rows)
+    if records.ndim != 2 or records.shape[1] < spec.PROVENANCE_RECORD_WORDS or records.dtype != jnp.uint32:
+        return records
+    return records.at[:, FLAGS_WORD].set(records[:, FLAGS_WORD] & jnp.uint32(~int(spec.RecordFlag.FREE) & 0xFFFFFFFF))
 
 
 def _check_landed(

@@ -449,3 +449,13 @@ def test_in_a_scan_with_donation() -> None:
     run = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(4, dtype=jnp.int32)), donate_argnums=0)
     (records, _), _ = run((jnp.asarray(numbered()), jnp.asarray(tags_of())))
     assert records[:5, 0].tolist() == [1] * 5
+
+
+def test_what_was_free_there_is_not_free_here() -> None:
+    records = allocate_records(slots=4, provenance=True).at[1].set(jnp.arange(16, dtype=jnp.uint32) + 1)
+    records = records.at[1, 11].set(0)
+    free = release_records(records=records, slots=[1]).records
+    exported = export_records(records=free, slots=[1])
+    assert exported["records"][0, 11] == 1
+    here = import_records(records=allocate_records(slots=4, provenance=True), exported=exported, slots=[2]).records
+    assert np.array_equal(here[2], records[1])

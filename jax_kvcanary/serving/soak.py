@@ -187,11 +187,12 @@ class _FaultRun:
         self.engine.wipe_quarantine()
 
     def _explained(self, event: Event) -> bool:
-        """Whether a planted fault is behind an event: its request, or a page that it touched."""
+        """Whether a planted fault is behind an event: its request, one that shares the slot, or a page that it touched."""
         size = self.engine.engine_config.page_size
         for planted in self.engine.planted[-8:]:
             pages = {slot // size for slot in (planted.slot, planted.other_slot) if slot >= 0}
-            if event.request in ({planted.request, planted.other_request} - {0}) or event.slot // size in pages:
+            requests = {planted.request, planted.other_request} - {0}
+            if event.request in requests or event.slot // size in pages or requests & {request for request, _ in event.sharers}:
                 return True
         return False
 
