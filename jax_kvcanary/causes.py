@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from jax_kvcanary.history import SlotEntry, TableHistory
+from jax_kvcanary.history import Answers, AskedHistory, SlotEntry
 from jax_kvcanary.report_header import RowFacts
 from jax_kvcanary.spec import CHAIN_ANCHOR, SPLITMIX_MULTIPLIERS, SPLITMIX_SHIFTS, FailReason, RecordFlag
 
@@ -124,7 +124,7 @@ def classify(
     rows: Sequence[RowFacts],
     *,
     others: Iterable[RowFacts] | Crossings = (),
-    history: TableHistory | None = None,
+    history: AskedHistory | None = None,
     holders: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     complete: bool = True,
 ) -> list[Finding]:
@@ -143,6 +143,46 @@ def classify(
     return _Reader(rows, others, history, holders, complete).findings()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """What :func:`classify` was given about one request in one step, kept so that it can be read again. Fields as its arguments."""
+
+    rows: Sequence[RowFacts]
+    others: Crossings
+    history: Answers | None
+    holders: Mapping[int, Sequence[tuple[int, int]]]
+    complete: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[RowFacts],
+        *,
+        others: Crossings,
+        history: AskedHistory | None,
+        holders: Mapping[int, Sequence[tuple[int, int]]],
+        complete: bool,
+    ) -> tuple[Case, list[Finding]]:
+        """The case and its findings; later changes of the history do not reach it."""
+        answers = None if history is None else Answers(history)
+        wanted = [(row.writer, row.reader, row.expected_position, row.position) for row in rows]
+        case = cls(
+            rows,
+            {key: others[key] for key in wanted if key in others},
+            answers,
+            {row.slot: tuple(holders[row.slot]) for row in rows if row.slot in holders},
+            complete,
+        )
+        found = case.findings()
+        if answers is not None:
+            answers.of = None
+        return case, found
+
+    def findings(self) -> list[Finding]:
+        """The likely causes of the rows."""
+        return classify(self.rows, others=self.others, history=self.history, holders=self.holders, complete=self.complete)
+
+
 def _splitmix(x: int) -> int:
     mask = (1 << 64) - 1
     for shift, factor in zip(SPLITMIX_SHIFTS, (*SPLITMIX_MULTIPLIERS, 1), strict=True):
@@ -157,7 +197,7 @@ class _Reader:
         self,
         rows: Sequence[RowFacts],
         others: Iterable[RowFacts] | Crossings,
-        history: TableHistory | None,
+        history: AskedHistory | None,
         holders: Mapping[int, Sequence[tuple[int, int]]] | None,
         complete: bool,
     ) -> None:

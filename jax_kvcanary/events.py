@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jax_kvcanary.causes import Cause, Finding
+from jax_kvcanary.causes import Case, Cause, Finding
 from jax_kvcanary.report import Provenance, Violation
 from jax_kvcanary.report_header import RowFacts
 from jax_kvcanary.spec import NUM_LAUNCH_TAGS, CanaryLaunchTag, FailReason
@@ -39,7 +39,8 @@ class Event:
     reasons: bits. cause, evidence: see :func:`classify`. writer, writer_step: who wrote the bad slot, 0 is unknown. root: the event
     that this one follows from. run: the first event of the same run of slots. sharers: (request, position) of others on the slot,
     position -1 is unknown. echoes: events that follow from this one. violation: the row. tables_known: whether
-    the host's tables were at hand. rows: lost ones, of the other kinds.
+    the host's tables were at hand. rows: lost ones, of the other kinds. case, number: what the cause was told from, and which of its rows
+    this is.
     """
 
     kind: str = "violation"
@@ -71,6 +72,8 @@ class Event:
     rows: int = 0
     repeats: int = 0
     last_step: int = 0
+    case: Case | None = None
+    number: int = -1
 
     @property
     def tag_name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,71 @@ class SlotEntry:
     written_step: int | None
     previous_slot: int | None
     announced: bool
+
+
+class AskedHistory(Protocol):
+    """What a classification asks of a history of tables, see :class:`TableHistory`."""
+
+    def entry(self, request: int, position: int, *, step: int) -> SlotEntry | None: ...
+    def finished(self, request: int) -> int | None: ...
+    def copied_into(self, slot: int, *, step: int) -> tuple[int, int] | None: ...
+    def holders(self, slots: Iterable[int], *, step: int) -> dict[int, list[tuple[int, int]]]: ...
+
+
+class Answers:
+    """What a history answered, question by question: the same questions get the same answers later, and in another process.
+
+    of: the history that is asked where an answer is not known yet; None: then nothing is known of it.
+    """
+
+    __slots__ = ("entries", "ended", "copied", "of")
+
+    def __init__(self, of: AskedHistory | None = None) -> None:
+        self.of = of
+        self.entries: dict[tuple[int, int, int], SlotEntry | None] = {}
+        self.ended: dict[int, int | None] = {}
+        self.copied: dict[tuple[int, int], tuple[int, int] | None] = {}
+
+    def entry(self, request: int, position: int, *, step: int) -> SlotEntry | None:
+        key = request, position, step
+        if key not in self.entries and self.of is not None:
+            self.entries[key] = self.of.entry(request, position, step=step)
+        return self.entries.get(key)
+
+    def finished(self, request: int) -> int | None:
+        if request not in self.ended and self.of is not None:
+            self.ended[request] = self.of.finished(request)
+        return self.ended.get(request)
+
+    def copied_into(self, slot: int, *, step: int) -> tuple[int, int] | None:
+        key = slot, step
+        if key not in self.copied and self.of is not None:
+            self.copied[key] = self.of.copied_into(slot, step=step)
+        return self.copied.get(key)
+
+    def holders(self, slots: Iterable[int], *, step: int) -> dict[int, list[tuple[int, int]]]:
+        """Not remembered: who holds a slot is handed to a classification with its rows."""
+        return {slot: [] for slot in slots} if self.of is None else self.of.holders(slots, step=step)
+
+    def to_lists(self) -> dict[str, list[list[Any]]]:
+        """All answers as plain lists and numbers."""
+        return {
+            "entries": [[*key, None if entry is None else list(dataclasses.astuple(entry))] for key, entry in self.entries.items()],
+            "ended": [[key, step] for key, step in self.ended.items()],
+            "copied": [[*key, None if found is None else list(found)] for key, found in self.copied.items()],
+        }
+
+    @classmethod
+    def from_lists(cls, lists: dict[str, list[list[Any]]]) -> Answers:
+        """What :meth:`to_lists` returned, as answers without a history."""
+        out = cls()
+        names = [field.name for field in dataclasses.fields(SlotEntry)]
+        for request, position, step, entry in lists["entries"]:
+            out.entries[request, position, step] = None if entry is None else SlotEntry(**dict(zip(names, entry, strict=True)))
+        out.ended = dict(lists["ended"])  # type: ignore[arg-type]
+        for slot, step, found in lists["copied"]:
+            out.copied[slot, step] = None if found is None else (found[0], found[1])
+        return out
 
 
 class _Request:

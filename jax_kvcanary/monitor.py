@@ -6,14 +6,14 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from jax_kvcanary import validation
-from jax_kvcanary.causes import RECORD_BITS, Cause, Crossings, Finding, classify, crossings
+from jax_kvcanary.causes import RECORD_BITS, Case, Cause, Crossings, Finding, crossings
 from jax_kvcanary.events import Event, KvCanaryError, reason_names
 from jax_kvcanary.history import TableHistory
 from jax_kvcanary.report_header import (
@@ -43,7 +43,8 @@ class Health:
     armed_steps: steps that stamped. launches, slots: by launch tag, so far. unchecked_steps: steps since a launch last checked or
     stamped a slot, by launch tag. coverage: what the canary says of its period. unattested: positions that were adopted. rows_reported,
     rows_lost, rows_waiting: violation rows; lost ones were not stored or given up, waiting ones are stored and not decoded yet.
-    events, repeats: found, and seen again. failures: of the monitor itself, with the text of the last.
+    events, repeats: found, and seen again. failures: of the monitor itself, with the text of the last. sweep: a
+    :class:`jax_kvcanary.sweep.SweepHealth`, None without a sweeper.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Health:
     repeats: int
     failures: int
     last_failure: str | None
+    sweep: Any = None
 
     def describe(self) -> str:
         """One line of ``key=value`` pairs, as the statistics line has them."""
@@ -82,6 +84,8 @@ class Health:
             "lag": self.lag,
             "failures": self.failures,
         }
+        if self.sweep is not None:
+            pairs |= self.sweep.pairs()
         return " ".join(f"{key}={value}" for key, value in pairs.items())
 
 
@@ -106,7 +110,7 @@ class _Chunk:
 class _Told:
     """Events of one request in one step that are still to be told, roots first."""
 
-    rows: list[RowFacts]
+    case: Case
     findings: list[Finding]
     keys: list[tuple[Any, ...]]
     order: collections.deque[int]
@@ -114,6 +118,10 @@ class _Told:
     echoes: dict[int, list[int]]
     runs: collections.Counter[int]
     made: dict[int, Event]
+
+    @property
+    def rows(self) -> Sequence[RowFacts]:
+        return self.case.rows
 
 
 class Monitor:
@@ -128,6 +136,8 @@ class Monitor:
       metrics: a :class:`PrometheusMetrics`.
       on_event: called with every new event.
       tables: a :class:`TableHistory`, or one a group by name; None: :meth:`record_batch` makes them.
+      recorder: a :class:`jax_kvcanary.recorder.FlightRecorder`, fed by :meth:`record_batch`.
+      sweeper: a :class:`jax_kvcanary.sweep.Sweeper` whose coverage and age :meth:`health` shows; can be set later.
       page_size: slots a page, for events; None: the canary's ``page_size`` if it has one.
       max_rows: violation rows that one observe decodes, and max_events: events that it tells; the rest waits for the next one.
       max_waiting: rows that may wait on the host; more are given up and counted.
@@ -150,6 +160,8 @@ class Monitor:
         metrics: Any = None,
         on_event: Callable[[Event], Any] | None = None,
         tables: TableHistory | Mapping[str, TableHistory] | None = None,
+        recorder: Any = None,
+        sweeper: Any = None,
         page_size: int | None = None,
         max_rows: int = 64,
         max_events: int = 12,
@@ -173,6 +185,7 @@ class Monitor:
             getattr(canary, "page_size", None) if page_size is None else validation.static_int("page_size", page_size, minimum=1)
         )
         self.metrics, self.on_event = metrics, on_event
+        self.recorder, self.sweeper = recorder, sweeper
         self.repeat_seconds, self._clock = repeat_seconds, clock
         self._parts = tuple(canary.parts)
         self._groups = part_groups(canary) if mode != "off" else ()
@@ -268,12 +281,14 @@ class Monitor:
         prefix_lengths: Any = None,
         copies: tuple[Any, Any] | None = None,
         finished: Any = (),
+        released: Any = (),
         page_size: int = 1,
         group: str | None = None,
     ) -> None:
         """Remember the host's tables of a step, as evidence for the cause of violations; see :meth:`TableHistory.record`.
 
         Args:
+          released: table entries (pages, if page_size is not 1) that were given back since the last record; for a recorder alone.
           page_size: slots a table entry, from the first call on. group: the group of layers, None is the first.
         """
         if self.mode == "off":
@@ -292,6 +307,19 @@ class Monitor:
             copies=copies,
             finished=finished,
         )
+        if self.recorder is not None:
+            self.recorder.record(
+                step,
+                request_ids=request_ids,
+                tables=tables,
+                lengths=lengths,
+                prefix_lengths=prefix_lengths,
+                copies=copies,
+                finished=finished,
+                released=released,
+                page_size=page_size,
+                group=name,
+            )
 
     @property
     def lag(self) -> int:
@@ -321,6 +349,7 @@ class Monitor:
             repeats=self._repeats,
             failures=self._failures,
             last_failure=self._last_failure,
+            sweep=None if self.sweeper is None else self.sweeper.health(),
         )
 
     def rearm(self) -> None:
@@ -563,7 +592,7 @@ class Monitor:
         for rows, keys in fresh:
             first = rows[0]
             known_holders = held.get(first.group, {})
-            findings = classify(
+            case, findings = Case.of(
                 rows,
                 others=crossed(first),
                 history=self._tables.get(first.group),
@@ -582,7 +611,7 @@ class Monitor:
                 if finding.root is not None:
                     echoes.setdefault(finding.root, []).append(i)
             runs = collections.Counter(finding.run for finding in findings if finding.root is None)
-            self._untold.append(_Told(rows, findings, keys, collections.deque(order), sharers, echoes, runs, {}))
+            self._untold.append(_Told(case, findings, keys, collections.deque(order), sharers, echoes, runs, {}))
 
     def _tell_next(self, of: _Told, told: list[Event]) -> None:
         number = of.order.popleft()
@@ -636,6 +665,7 @@ class Monitor:
             row, of.findings[number], name=self.canary.name, labels=labels, page_size=self.page_size, sharers=of.sharers.get(number, ())
         )
         event.tables_known = row.group in self._tables
+        event.case, event.number = of.case, number
         self._known[key] = event
         if len(self._known) > _KNOWN_EVENTS:
             self._known.popitem(last=False)
