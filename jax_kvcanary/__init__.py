@@ -13,6 +13,7 @@ from jax_kvcanary.batch import CanaryBatch
 from jax_kvcanary.canary import Canary, Coverage, PoolGroup
 from jax_kvcanary.canary_state import CanaryReport, CanaryState, CanaryVerdict, SweepPortion
 from jax_kvcanary.capacities import CanaryLaunchCapacities
+from jax_kvcanary.causes import Cause
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.digest import (
     RankDigest,
@@ -23,6 +24,8 @@ from jax_kvcanary.digest import (
     find_deviating_ranks,
     rank_digest,
 )
+from jax_kvcanary.events import Event, KvCanaryError
+from jax_kvcanary.faults import FaultKind, Faults, Injection
 from jax_kvcanary.groups import (
     Group,
     GroupsDigestResult,
@@ -35,8 +38,11 @@ from jax_kvcanary.groups import (
     split_layers,
     translate_slots,
 )
+from jax_kvcanary.history import TableHistory
 from jax_kvcanary.layouts import Layout, PoolSources, SourceName, per_layer, pool_sources, rotation_period, rotation_window
 from jax_kvcanary.lowering import export_disabled_checks
+from jax_kvcanary.metrics import PrometheusMetrics
+from jax_kvcanary.monitor import Health, Monitor
 from jax_kvcanary.moves import (
     MoveResult,
     MoveStatus,
@@ -53,6 +59,7 @@ from jax_kvcanary.moves import (
 from jax_kvcanary.ops import adopt, plan, scatter_req_token_ids, verify, verify_fused, write
 from jax_kvcanary.presets import PRESETS, Preset, preset
 from jax_kvcanary.report import LogReport, Provenance, Violation, decode_log
+from jax_kvcanary.report_header import ReportHeader, header_fields
 from jax_kvcanary.sharding import ShardedOps, merge_reports, pack_verdicts, unpack_verdicts
 from jax_kvcanary.sources import RealKvSource, clip_read_bytes_aligned, make_packed_source, make_row_source
 from jax_kvcanary.spec import CanaryLaunchTag, FailReason, RealKvHashMode, RecordFlag, Verdict
@@ -87,24 +94,33 @@ __all__ = [
     "CanaryReport",
     "CanaryState",
     "CanaryVerdict",
+    "Cause",
     "Coverage",
+    "Event",
     "FailReason",
+    "FaultKind",
+    "Faults",
     "FlatTable",
     "Group",
     "GroupsDigestResult",
     "GroupsState",
     "GroupsVerifyResult",
     "GroupsWriteResult",
+    "Health",
     "IdentityTable",
+    "Injection",
+    "KvCanaryError",
     "KvGroups",
     "Layout",
     "LogReport",
+    "Monitor",
     "MoveResult",
     "MoveStatus",
     "Plan",
     "PoolGroup",
     "PoolSources",
     "Preset",
+    "PrometheusMetrics",
     "Provenance",
     "RankDigest",
     "RankDigestResult",
@@ -113,11 +129,13 @@ __all__ = [
     "RealKvHashMode",
     "RealKvSource",
     "RecordFlag",
+    "ReportHeader",
     "RowTable",
     "ScatterResult",
     "ShardedOps",
     "SourceName",
     "SweepPortion",
+    "TableHistory",
     "TaggedLog",
     "TakenRecords",
     "Verdict",
@@ -139,6 +157,7 @@ __all__ = [
     "export_disabled_checks",
     "export_records",
     "find_deviating_ranks",
+    "header_fields",
     "import_records",
     "join_layers",
     "make_packed_source",

@@ -20,7 +20,7 @@ from jax_kvcanary.capacities import CanaryLaunchCapacities
 from jax_kvcanary.config import CanaryConfig
 from jax_kvcanary.digest import append_rows
 from jax_kvcanary.groups import TaggedLog, translate_slots
-from jax_kvcanary.layouts import PoolSources, pool_sources
+from jax_kvcanary.layouts import Layout, PoolSources, pool_sources
 from jax_kvcanary.pure import words
 from jax_kvcanary.pure.words import U64
 from jax_kvcanary.report_header import CONTEXT_WORDS
@@ -112,7 +112,7 @@ class Canary:
 
     Args:
       pool: the KV pool: arrays, or shapes and dtypes; only looked at. As in :func:`pool_sources`, also ``layout``, ``getter``, ``setter``.
-      layout: how its axes are named.
+      layout: how its axes are named, as in :func:`pool_sources`; a str such as ``"page slot head dim"`` will do for one :class:`Layout`.
       config: what is checked, and how often.
       groups: layers that share slots; the default is one group of all.
       name: of this canary, for log lines and metrics.
@@ -174,6 +174,7 @@ class Canary:
         padding = validation.optional_slot("padding_slot", padding_slot)
         row = validation.optional_slot("padding_req", padding_req)
         offset = validation.static_int("kv_token_id_vs_position_offset", kv_token_id_vs_position_offset)
+        layout = _as_layout(layout)
         made = tuple(
             _make_group(pool, layout, config, group, padding[1] if padding[0] else None, getter, setter) for group in _distinct(groups)
         )
@@ -217,6 +218,11 @@ class Canary:
     def source_labels(self, tag: CanaryLaunchTag) -> tuple[str, ...]:
         """Names of a group's sources as violations number them: "layer 3 K (leading bytes)" and "layer 3 K"."""
         return self._group_of(tag).labels
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page of the pool; 1 where it has no pages."""
+        return max((source.page_size for group in self._groups for source in group.pool.sources), default=1)
 
     def slots(self, group: str | None = None) -> int:
         """Slots of a group's pool."""
@@ -683,7 +689,7 @@ class Canary:
         tokens = validation.shape_of(batch.input_ids)[0]
         if self._mode == RealKvHashMode.NONE:
             raise validation.error("new_kv needs real_kv other than 'none': nothing is hashed that it could be compared with")
-        handed = pool_sources(new_kv, new_kv_layout, layers=group.pool_layers)
+        handed = pool_sources(new_kv, _as_layout(new_kv_layout), layers=group.pool_layers)
         sources = handed.sources if self.config.real_kv == "all" else tuple(source.leading(spec.PARTIAL_BYTES) for source in handed.sources)
         skip = group.leading if self.config.real_kv == "all" else 0
         wanted = group.sources[skip:]
@@ -1066,6 +1072,10 @@ def _make_group(
         leading=len(leading) if config.real_kv != "none" else 0,
         sweeps=config.sweep_capacity > 0,
     )
+
+
+def _as_layout(layout: Any) -> Any:
+    return Layout.from_axes(layout) if isinstance(layout, str) else layout
 
 
 def _distinct(groups: Iterable[PoolGroup]) -> tuple[PoolGroup, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -41,11 +42,15 @@ ORDER = [
     "report_header",
     "canary_state",
     "canary",
+    "sweep",
+    "recorder",
     "history",
     "causes",
     "events",
     "metrics",
     "monitor",
+    "dump",
+    "explain",
     "faults",
     "serving",
     "tour",
@@ -123,6 +128,12 @@ def test_the_package_is_typed() -> None:
         "groups",
         "layouts",
         "presets",
+        "batch",
+        "config",
+        "canary",
+        "report_header",
+        "monitor",
+        "faults",
     ],
 )
 def test_the_examples_run(name: str) -> None:
@@ -132,10 +143,29 @@ def test_the_examples_run(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"jax_kvcanary.{name}"), extraglobs=names).failed == 0
 
 
+def test_the_two_lines_of_the_readme() -> None:
+    """The sketch of a step runs with a pool, a forward pass and a batch put in."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    code = text.split("two lines around the forward pass", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
+    sketch, last = code.split("monitor.observe(report)", 1)
+    kv = [jnp.ones((8, 4, 2, 16), jnp.float32)]
+    names = {"jax": jax, "kvc": jax_kvcanary, "functools": functools, "kv": kv, "forward": lambda params, kv, batch: (batch.input_ids, kv)}
+    exec(compile(sketch, "README.md", "exec"), names)
+    batch = jax_kvcanary.CanaryBatch(
+        req_pool_indices=jnp.array([1]),
+        prefix_lens=jnp.array([0]),
+        extend_seq_lens=jnp.array([2]),
+        req_to_token=jnp.array([[0, 0], [4, 5]]),
+        input_ids=jnp.array([7, 8]),
+    )
+    *_, verdict, report = names["step"](None, kv, names["state"], batch)
+    assert verdict.verdict.tolist() == [1] and names["monitor"].observe(report) == [] and "names request" in last
+
+
 def test_the_first_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     """It runs as printed, and sees the touched slot alone."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    code = text.split("in fifteen lines that run", 1)[1].split("```python\n", 1)[1].split("```", 1)[0]
     exec(compile(code, "README.md", "exec"), {})
     first, second = capsys.readouterr().out.splitlines()
     assert first == "1 violation in 2 launches over 6 slots."
