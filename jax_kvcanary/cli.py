@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": ("doctor", "print versions, modules, targets, devices, and what is missing"),
     "tour": ("tour", "stamp a small paged pool, corrupt it in several ways, and print what verify says"),
+    "inspect": ("inspection", "say what the canary costs in a compiled step, and what to change"),
     "demo": ("serving.demo", "serve a few chats with the canary on, then plant one fault after the other"),
     "soak": ("serving.soak", "serve random traffic for thousands of steps, with or without planted faults"),
 }

@@ -21,6 +21,7 @@ PACKAGE = Path(jax_kvcanary.__file__).parent
 ORDER = [
     "spec",
     "validation",
+    "html",
     "config",
     "state",
     "sources",
@@ -51,6 +52,8 @@ ORDER = [
     "monitor",
     "dump",
     "explain",
+    "inspection",
+    "viz",
     "faults",
     "serving",
     "tour",
