@@ -48,7 +48,7 @@ class Answers:
     of: the history that is asked where an answer is not known yet; None: then nothing is known of it.
     """
 
-    __slots__ = ("entries", "ended", "copied", "of")
+    __slots__ = ("copied", "ended", "entries", "of")
 
     def __init__(self, of: AskedHistory | None = None) -> None:
         self.of = of
@@ -92,7 +92,7 @@ class Answers:
         names = [field.name for field in dataclasses.fields(SlotEntry)]
         for request, position, step, entry in lists["entries"]:
             out.entries[request, position, step] = None if entry is None else SlotEntry(**dict(zip(names, entry, strict=True)))
-        out.ended = dict(lists["ended"])  # type: ignore[arg-type]
+        out.ended = dict(lists["ended"])
         for slot, step, found in lists["copied"]:
             out.copied[slot, step] = None if found is None else (found[0], found[1])
         return out

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvcanary.canary_state import SweepPortion
 from jax_kvcanary.serving.config import EngineConfig
-from jax_kvcanary.serving.plan import CachedPage, Entry, StepPlan
+from jax_kvcanary.serving.plan import Entry, StepPlan
 
 PADDING_ROW = 0
 PADDING_SLOT = 0
@@ -123,30 +122,6 @@ def build_batch(
         armed=np.bool_(True),
         stop_on_bad=np.bool_(config.on_bad != "ignore"),
         num_steps=np.int32(plan.num_steps),
-    )
-
-
-def build_sweep(cached: Sequence[CachedPage], *, page_size: int, capacity: int) -> SweepPortion:
-    """All slots of cached pages as the canary takes them, padded to its capacity."""
-    slots: list[int] = []
-    positions: list[int] = []
-    previous: list[int] = []
-    tokens: list[int] = []
-    namespaces: list[int] = []
-    for page in cached:
-        first = page.page * page_size
-        before = -1 if page.parent_page is None else (page.parent_page + 1) * page_size - 1
-        slots += range(first, first + page_size)
-        previous += [before, *range(first, first + page_size - 1)]
-        positions += range(page.position, page.position + page_size)
-        tokens += page.tokens
-        namespaces += [page.namespace] * page_size
-    return SweepPortion(
-        slots=_column(capacity, slots, np.int32, -1),
-        positions=_column(capacity, positions, np.int32),
-        prev_slots=_column(capacity, previous, np.int32, -1),
-        tokens=_column(capacity, tokens, np.int32, -1),
-        namespaces=_words(capacity, namespaces),
     )
 
 

@@ -11,18 +11,21 @@ import jax
 import numpy as np
 
 from jax_kvcanary.canary import Canary
+from jax_kvcanary.canary_state import SweepPortion
 from jax_kvcanary.config import CanaryConfig
+from jax_kvcanary.events import KvCanaryError
 from jax_kvcanary.layouts import Layout
-from jax_kvcanary.serving.batching import Bucket, StepInput, all_buckets, build_batch, build_sweep, choose_bucket, dummy_batch
+from jax_kvcanary.serving.batching import Bucket, StepInput, all_buckets, build_batch, choose_bucket, dummy_batch
 from jax_kvcanary.serving.config import EngineConfig, LlamaConfig
 from jax_kvcanary.serving.model import Params, make_pool, pool_shapes
 from jax_kvcanary.serving.offload import DeviceState, HostStore
 from jax_kvcanary.serving.pages import DUMMY_PAGE, PageAllocator
-from jax_kvcanary.serving.plan import CachedPage, Request, StepPlan
+from jax_kvcanary.serving.plan import Request, StepPlan
 from jax_kvcanary.serving.prefix_cache import PrefixCache
 from jax_kvcanary.serving.sampling import SamplingParams
 from jax_kvcanary.serving.scheduler import Scheduler
 from jax_kvcanary.serving.steps import VERDICT_BAD, StepStatics, compiled_steps
+from jax_kvcanary.sweep import Sweeper, SweepResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Engine:
       canary: of :func:`make_canary`, or another ``Canary`` for :func:`pool_shapes` that counts copies in slots or in pages; or None.
       engine_config: sizes and policies.
       monitor: reads the canary's reports, or None.
+      dumper: a :class:`jax_kvcanary.dump.Dumper` that saves what the monitor's events are about, or None.
 
     Example:
       >>> config = LlamaConfig()
@@ -94,12 +98,13 @@ class Engine:
         *,
         engine_config: EngineConfig | None = None,
         monitor: Any = None,
+        dumper: Any = None,
     ) -> None:
         _check_canary(canary, engine_config or EngineConfig())
         self.config = config
         self.engine_config = engine_config or EngineConfig()
         self.canary = canary
-        self.monitor = monitor
+        self.monitor, self.dumper = monitor, dumper
         self.params = params
         self.num_steps = 0
         self.compiled = compiled_steps(StepStatics.of(config, self.engine_config, canary))
@@ -113,7 +118,11 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self._calls = 0
         self.canary_step = 0  # steps that the canary has counted, dummy ones included
-        self._sweep_pages = 0 if canary is None else canary.config.sweep_capacity // self.engine_config.page_size
+        sweeps = canary is not None and canary.config.mode != "off" and canary.config.sweep_capacity > 0
+        self.sweeper = Sweeper(canary, tree=self.cache.entries) if canary is not None and sweeps else None
+        self.swept: list[SweepResult] = []  # of the last step
+        if monitor is not None and hasattr(monitor, "sweeper"):
+            monitor.sweeper = self.sweeper
         self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
 
     # -------------------------------------------------------------------------------------------- requests
@@ -195,8 +204,8 @@ class Engine:
         for bucket, is_decode in all_buckets(self.engine_config):
             self._launch(dummy_batch(self.engine_config, bucket), bucket, is_decode=is_decode)
             self.canary_step += 1
-        if self._sweep_pages:
-            self._sweep([])
+        if self.sweeper is not None:
+            self._sweep(self.sweeper.blank())
         if self.engine_config.host_pages:
             self.store.load(self.store.save(DUMMY_PAGE), DUMMY_PAGE)
         self._announce_releases([])
@@ -216,15 +225,16 @@ class Engine:
             token_ids=self.scheduler.token_ids,
             released=self._releases_for_batch(),
         )
-        sweep = self._launch_sweep()
+        self._launch_sweep()
         results, report = self._launch(batch, bucket, is_decode=plan.is_decode)
         gone = self.scheduler.take_released()
         self.scheduler.launched()
-        results, swept = jax.device_get((results, sweep.verdicts))
+        results = jax.device_get(results)
+        self.swept = [] if self.sweeper is None else self.sweeper.flush()
         self._record(batch, len(plan.entries), steps=int(results["steps"]), gone=gone)
-        quarantined = {*self._quarantine(results["verdict"], int(results["steps"])), *self._quarantine_swept(sweep, swept)}
+        quarantined = {*self._quarantine(results["verdict"], int(results["steps"])), *self._quarantine_swept()}
         outcome = self._commit(plan, results, sorted(quarantined))
-        return dataclasses.replace(outcome, events=self._observe(report))
+        return dataclasses.replace(outcome, events=self._observe(report, batch, len(plan.entries)))
 
     def run(self, *, max_steps: int | None = None, on_step: Callable[[StepResult], None] | None = None) -> dict[int, Result]:
         """Step until all requests have ended, or ``max_steps`` calls were made."""
@@ -289,11 +299,11 @@ class Engine:
         named = [verdict.first_bad_slot, *jax.tree.leaves(verdict.bad_slots)]  # the latter by group
         return self._quarantine_slots(np.concatenate([np.ravel(each[:steps]) for each in named]))
 
-    def _quarantine_swept(self, sweep: _Sweep, swept: Any) -> list[int]:
+    def _quarantine_swept(self) -> list[int]:
         """The same for idle pages that a sweep found bad."""
-        if swept is None or self.engine_config.on_bad == "ignore":
+        if self.engine_config.on_bad == "ignore":
             return []
-        return self._quarantine_slots(sweep.slots[swept == VERDICT_BAD])
+        return [page for result in self.swept for page in self._quarantine_slots(result.bad_slots)]
 
     def _quarantine_slots(self, slots: np.ndarray) -> list[int]:
         usable = slots[(slots >= 0) & (slots < self.engine_config.num_pages * self.engine_config.page_size)]
@@ -322,26 +332,32 @@ class Engine:
             padded[: len(pages)] = pages
             self.device.canary_state = self.canary.release(self.device.canary_state, slots=padded, page_size=self.engine_config.page_size)
 
-    def _launch_sweep(self) -> _Sweep:
+    def _launch_sweep(self) -> None:
         """Check the next cached pages, if the canary sweeps and it is time."""
         every, calls = self.engine_config.sweep_every, self._calls
         self._calls += 1
-        if self._sweep_pages == 0 or every == 0 or calls % every:
-            return _Sweep(np.zeros(0, np.int32), None)
-        return self._sweep(self.cache.next_portion(self._sweep_pages))
-
-    def _sweep(self, cached: Sequence[CachedPage]) -> _Sweep:
+        if self.sweeper is None:
+            return
         size = self.engine_config.page_size
-        portion = build_sweep(cached, page_size=size, capacity=self._sweep_pages * size)
+        gone = np.array(self.cache.take_given_up(), np.int64)
+        self.sweeper.evicted(gone[:, None] * size + np.arange(size))
+        if every == 0 or calls % every:
+            return
+        portion = self.sweeper.next_portion(self.canary_step)
+        if portion is not None:
+            self.sweeper.launched(self._sweep(portion))
+
+    def _sweep(self, portion: SweepPortion) -> Any:
+        """Dispatch a sweep; returns the verdicts on the device."""
         self.device.canary_state, verdicts = self.compiled.sweep(self.device.pool, self.device.canary_state, portion)
-        return _Sweep(np.asarray(portion.slots), verdicts)
+        return verdicts
 
     def _record(self, batch: StepInput, count: int, *, steps: int, gone: Sequence[int]) -> None:
         """Give the monitor the tables of each model step as the host has them: evidence for the cause of a violation."""
         if self.monitor is not None and hasattr(self.monitor, "record_batch"):
             size = self.engine_config.page_size
             ids = batch.request_ids[:count].astype(np.uint64)
-            tables = batch.req_to_token[batch.req_pool_indices[:count], ::size] // size
+            tables = self._page_tables(batch, count)
             for step in range(steps):
                 self.monitor.record_batch(
                     self.canary_step + step,
@@ -351,9 +367,15 @@ class Engine:
                     prefix_lengths=batch.prefix_lens[:count] + step,
                     copies=self._copied_slots(batch) if step == 0 else None,
                     finished=gone if step == 0 else (),
+                    released=batch.released[batch.released >= 0] if step == 0 else (),
                     page_size=size,
                 )
         self.canary_step += steps
+
+    def _page_tables(self, batch: StepInput, count: int) -> np.ndarray:
+        """Pages ``[count, places]`` of the batch's requests."""
+        size = self.engine_config.page_size
+        return np.asarray(batch.req_to_token)[batch.req_pool_indices[:count], ::size] // size
 
     def _copied_slots(self, batch: StepInput) -> tuple[np.ndarray, np.ndarray]:
         """From and to of all slots that were copied with their pages."""
@@ -362,21 +384,33 @@ class Engine:
         src, dst = ((pages[used][:, None] * size + np.arange(size)).reshape(-1) for pages in (batch.copy_src, batch.copy_dst))
         return src, dst
 
-    def _observe(self, report: Any) -> list[Any]:
-        """Hand the report to the monitor, which never waits for the device."""
+    def _observe(self, report: Any, batch: StepInput, count: int) -> list[Any]:
+        """Hand the report to the monitor, which never waits for the device, and save what its events are about."""
         if self.monitor is None or report is None:
             return []
-        events = self.monitor.observe(report)
+        try:
+            events = self.monitor.observe(report)
+        except KvCanaryError as error:
+            self._dump(error.events, batch, count)
+            raise
+        self._dump(events, batch, count)
         self.device.canary_state = self.monitor.service(self.device.canary_state)
         return events
 
-
-@dataclasses.dataclass(frozen=True)
-class _Sweep:
-    """slots: int32 ``[n]`` on the host. verdicts: int32 ``[n]`` on the device, or None if there was no sweep."""
-
-    slots: np.ndarray
-    verdicts: Any
+    def _dump(self, events: Sequence[Any], batch: StepInput, count: int) -> None:
+        """Save before the next step: pool and state are whole now, and the step donates them."""
+        if self.dumper is not None and events:
+            ids = batch.request_ids[:count].astype(np.uint64)
+            self.dumper.save(
+                self.device.pool,
+                self.device.canary_state,
+                events,
+                request_ids=(ids[:, 0] | ids[:, 1] << np.uint64(32)).tolist(),
+                tables=self._page_tables(batch, count),
+                lengths=batch.prefix_lens[:count] + batch.extend_lens[:count],
+                page_size=self.engine_config.page_size,
+                swept=self.swept,
+            )
 
 
 def _check_canary(canary: Canary | None, engine_config: EngineConfig) -> None:

@@ -78,14 +78,3 @@ class StepPlan:
     copies: list[tuple[int, int]]
     num_steps: int
     is_decode: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class CachedPage:
-    """A cached page as a sweep needs it: the page before it or None, the position of its first token, its tokens."""
-
-    page: int
-    parent_page: int | None
-    position: int
-    tokens: tuple[int, ...]
-    namespace: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from jax_kvcanary.serving.offload import HostPage, HostStore
 from jax_kvcanary.serving.pages import PageAllocator
-from jax_kvcanary.serving.plan import CachedPage
+from jax_kvcanary.sweep import SweepEntries, entries_of_nodes
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +56,7 @@ class PrefixCache:
         self.offloads = 0
         self.loads = 0
         self._clock = 0
-        self._sweep_at = 0
+        self._given_up: list[int] = []
 
     # -------------------------------------------------------------------------------------------- look up and add
 
@@ -118,7 +118,7 @@ class PrefixCache:
             assert self.store is not None
             victim.host = self.store.save(victim.page)
             self.offloads += 1
-            self.allocator.drop(victim.page)
+            self._drop(victim.page)
             victim.page = None
         else:
             self._remove(victim)
@@ -169,22 +169,31 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------- sweep
 
-    def next_portion(self, count: int) -> list[CachedPage]:
-        """The next pages in the pool of an endless walk over all of them."""
-        pages = [cached for namespace, root in self.roots.items() for cached in self._cached_below(root, namespace)]
-        if not pages:
-            return []
-        start = self._sweep_at % len(pages)
-        self._sweep_at = start + count
-        return (pages[start:] + pages[:start])[:count]
+    def entries(self) -> SweepEntries:
+        """All slots in the pool as a sweep takes them, each page a node."""
+        nodes: list[Node] = []
+        namespaces: list[int] = []
+        for namespace, root in self.roots.items():
+            held = [node for node in root.walk() if node.parent is not None and node.page is not None]
+            nodes += held
+            namespaces += [namespace] * len(held)
+        numbers = {id(node): number for number, node in enumerate(nodes)}
+        size = self.page_size
+        return entries_of_nodes(
+            parents=[numbers.get(id(node.parent), -1) for node in nodes],
+            slots=[range(node.page * size, (node.page + 1) * size) for node in nodes if node.page is not None],
+            tokens=[node.key for node in nodes],
+            namespaces=namespaces,
+        )
 
-    def _cached_below(self, root: Node, namespace: int) -> Iterator[CachedPage]:
-        """Pages in the pool, parents first."""
-        position = {id(root): -self.page_size}
-        for node in root.walk():
-            if node.parent is not None and node.page is not None:
-                position[id(node)] = position[id(node.parent)] + self.page_size
-                yield CachedPage(node.page, node.parent.page, position[id(node)], node.key, namespace)
+    def take_given_up(self) -> list[int]:
+        """Pages that the tree no longer holds since the last call: a sweep in progress must leave them out."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def _drop(self, page: int) -> None:
+        self._given_up.append(page)
+        self.allocator.drop(page)
 
     # -------------------------------------------------------------------------------------------- removal
 
@@ -206,7 +215,7 @@ class PrefixCache:
             node.parent.children.pop(node.key, None)
         for gone in node.walk():
             if gone.page is not None:
-                self.allocator.drop(gone.page)
+                self._drop(gone.page)
             gone.page = None
             gone.host = None
 
