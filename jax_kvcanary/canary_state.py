@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 
+from jax_kvcanary import html
 from jax_kvcanary.groups import TaggedLog
+from jax_kvcanary.spec import RecordFlag
 from jax_kvcanary.state import Array, pytree_dataclass
 
 COUNTERS = ("step", "epoch", "unattested", "unattested_high", "armed_steps", "batch_size")
@@ -28,6 +31,31 @@ class CanaryState:
     contexts: tuple[Array, ...]
     seen: Array | None
     counters: Array | None
+
+    def _repr_html_(self) -> str:
+        """What is stamped and what was reported, for notebooks; waits for the device. Shapes alone if traced or donated."""
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+        rows: list[tuple[str, object]] = [("bytes", f"{size:,}"), ("groups", ", ".join(self.records) or "none: the mode is off")]
+        if any(isinstance(leaf, jax.core.Tracer) or _is_deleted(leaf) for leaf in jax.tree.leaves(self)):
+            rows += [(f"records of {name}", records.shape) for name, records in self.records.items()]
+            return html.table("CanaryState (no values: traced or donated)", rows)
+        for name, records in self.records.items():
+            words = np.asarray(records)
+            stamped = words.any(axis=1)
+            free, adopted = (int(np.sum(stamped & (words[:, 11] & int(flag) != 0))) for flag in (RecordFlag.FREE, RecordFlag.ADOPTED))
+            writers = len(np.unique(words[stamped][:, 8:10], axis=0))
+            rows.append((f"slots of {name}", f"{int(stamped.sum())} of {len(words)} stamped by {writers} requests"))
+            rows.append((f"flags of {name}", f"{free} given back, {adopted} adopted"))
+        if self.counters is not None:
+            counts = dict(zip(COUNTERS, np.asarray(self.counters).tolist(), strict=True))
+            rows.append(("steps", f"{counts['step']}, of which {counts['armed_steps']} stamped"))
+            rows.append(("unattested", counts["unattested"] | counts["unattested_high"] << 32))
+        rows += [(f"violations of {tag.name}", int(np.asarray(self.log[tag].write_index)[0])) for tag in self.log.tags]
+        return html.table("CanaryState", rows)
+
+
+def _is_deleted(leaf: object) -> bool:
+    return bool(getattr(leaf, "is_deleted", bool)())
 
 
 jax.tree_util.register_dataclass(

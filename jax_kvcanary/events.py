@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jax_kvcanary import html
 from jax_kvcanary.causes import Case, Cause, Finding
 from jax_kvcanary.report import Provenance, Violation
 from jax_kvcanary.report_header import RowFacts
@@ -115,6 +116,18 @@ class Event:
         if self.kind == "decode_limit":
             return f"{self.line()}\n  {self.rows} stored rows not decoded: more came than the monitor keeps"
         return "\n  ".join([self.line(), *self._words()])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        words = self.describe().split("\n")[1:]
+        rows: list[tuple[str, object]] = [("step", self.step), ("launch", self.tag_name)]
+        if self.kind == "violation":
+            rows.append(("request", self.request or "unknown"))
+            rows.append(("slot, position", f"{self.slot}, {self.position}"))
+            rows.append(("reason", ", ".join(self.reason_names)))
+            rows.append(("cause", self.cause.words))
+        rows += [("" if number else "in words", text.strip()) for number, text in enumerate(words)]
+        return html.table(f"{self.kind} of {self.name}", rows)
 
     def _words(self) -> Iterator[str]:
         assert self.violation is not None

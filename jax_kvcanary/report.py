@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvcanary import validation
+from jax_kvcanary import html, validation
 from jax_kvcanary.spec import (
     INT32_MAX,
     NUM_LAUNCH_TAGS,
@@ -104,6 +104,19 @@ class Violation:
         if self.writer is not None:
             text += f"; the slot was {self.writer.describe()}"
         return text + "."
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        rows: list[tuple[str, object]] = [
+            ("launch", self.tag_name),
+            ("slot, position", f"{self.slot}, {self.expected_position}"),
+            ("request", self._request()),
+            ("found", "; ".join(self._findings())),
+            ("when", self._when()),
+        ]
+        if self.writer is not None:
+            rows.append(("writer", self.writer.describe()))
+        return html.table("Violation", rows)
 
     def _request(self) -> str:
         row = f"batch row {self.batch_row}" if self.batch_row >= 0 else "a batch row that is unknown"
