@@ -82,7 +82,8 @@ def _verify_fused_results(avals: Sequence[Any], params: Params) -> list[tuple[Sh
 
 def _write_results(avals: Sequence[Any], params: Params) -> list[tuple[Shape, Any] | int]:
     rows, tokens, tags = avals[7].shape[0], avals[9].shape[0], avals[1].shape[1]
-    scratch = 4 * -(-tokens * (2 + tags) // 4) + _source_scratch(params)
+    words = tokens * (2 + tags) + 1 + -(-tokens // 32)  # hashes and tags of tokens, and how far they are
+    scratch = 4 * -(-words // 4) + _source_scratch(params)
     return [0, 1, 2, 3, 4, 5, ((rows,), np.int32), ((scratch,), np.uint32)]
 
 

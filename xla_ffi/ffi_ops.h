@@ -374,12 +374,12 @@ struct WriteCall {
   WriteArgs args;
   SourceArrays sources;
   std::vector<BufferView> buffers;
-  void* scratch = nullptr;  // token hashes, token tags, then the source table
+  void* scratch = nullptr;  // token hashes, token tags, progress, then the source table
 };
 
-// Scratch of a write before the source table: a 64-bit hash a token, a tag a token and source.
+// Scratch of a write before the source table: a 64-bit hash a token, a tag a token and source, a counter and one more for 32 tokens.
 inline int64_t write_scratch_bytes(int64_t tokens, int64_t tagged_sources) {
-  const int64_t bytes = 8 * tokens + 4 * tokens * tagged_sources;
+  const int64_t bytes = 8 * tokens + 4 * tokens * tagged_sources + 4 * (1 + (tokens + 31) / 32);
   return (bytes + 15) / 16 * 16;
 }
 

@@ -67,7 +67,8 @@ ffi::Error write(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRet
     uint32_t* tags = reinterpret_cast<uint32_t*>(hashes + call.args.tokens);
     const int64_t tagged = call.args.source_tags != nullptr ? call.args.sources.count : 0;
     unsigned char* table = static_cast<unsigned char*>(call.scratch) + write_scratch_bytes(call.args.tokens, tagged);
-    return cuda::write(stream, call.args, hashes, tags, host_sources(call.sources, table));
+    const cuda::WriteScratch scratch{hashes, tags, tags + call.args.tokens * tagged};
+    return cuda::write(stream, call.args, scratch, host_sources(call.sources, table));
   });
 }
 

@@ -36,13 +36,21 @@ struct PlannedEntries {
   const int32_t* row_status = nullptr;  // [bs]
 };
 
+// Device memory for the hashes of a write's tokens.
+struct WriteScratch {
+  uint64_t* hashes = nullptr;    // [tokens]
+  uint32_t* tags = nullptr;      // [tokens, sources], used with source tags
+  uint32_t* progress = nullptr;  // [write_progress_words(tokens)]
+};
+
+inline int64_t write_progress_words(int64_t tokens) { return 1 + (tokens + 31) / 32; }
+
 cudaError_t plan(cudaStream_t stream, const RequestBatch& batch, const PlanOutput& out);
 cudaError_t verify(cudaStream_t stream, const VerifyArgs& args, const PlannedEntries& entries, const HostSources& sources);
 // entry_offsets: scratch int64 [bs + 1].
 cudaError_t verify_fused(cudaStream_t stream, const VerifyArgs& args, const RequestBatch& batch, int64_t* entry_offsets,
                          const HostSources& sources);
-// token_hashes: scratch uint64 [tokens]; token_tags: scratch uint32 [tokens, sources], used with source tags.
-cudaError_t write(cudaStream_t stream, const WriteArgs& args, uint64_t* token_hashes, uint32_t* token_tags, const HostSources& sources);
+cudaError_t write(cudaStream_t stream, const WriteArgs& args, const WriteScratch& scratch, const HostSources& sources);
 cudaError_t scatter(cudaStream_t stream, const ScatterArgs& args);
 
 }  // namespace kvcanary::cuda

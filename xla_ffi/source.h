@@ -47,7 +47,16 @@ struct SourceSet {
 };
 
 KVC_HD const unsigned char* slot_base(const Source& source, const SourceGeometry& g, uint32_t slot) {
-  const uint32_t page = slot / g.page_size;
+  uint32_t page = 0;
+  if ((g.page_size & (g.page_size - 1)) == 0) {
+#ifdef __CUDA_ARCH__
+    page = slot >> (31 - __clz(static_cast<int>(g.page_size)));
+#else
+    page = slot >> (31 - __builtin_clz(g.page_size));
+#endif
+  } else {
+    page = slot / g.page_size;
+  }
   const uint32_t place = slot - page * g.page_size;
   return source.base + static_cast<int64_t>(page) * g.page_stride + static_cast<int64_t>(place) * g.token_stride;
 }

@@ -13,12 +13,22 @@
 
 namespace kvcanary::cuda {
 
-// Whether a source's bytes go through shared memory: one aligned run, long enough, and no longer than sizes are counted there.
+// Whether a source's bytes go through shared memory: aligned, long enough, and no longer than sizes are counted there; where the copy
+// engine fetches them they may be in several runs.
 inline constexpr int64_t kStagedFrom = 128;
 inline constexpr int64_t kStagedTo = int64_t{1} << 30;
+inline constexpr int64_t kStagedRun = 64;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasCopyEngine = false;
+#else
+inline constexpr bool kHasCopyEngine = true;
+#endif
+
+template <bool kEngine>
 __host__ __device__ inline bool is_staged(const SourceGeometry& g) {
-  return g.piece == 16 && is_one_run(g) && g.read_bytes >= kStagedFrom && g.read_bytes <= kStagedTo;
+  const bool runs = is_one_run(g) || (kEngine && kHasCopyEngine && g.run_bytes >= kStagedRun);
+  return g.piece == 16 && runs && g.read_bytes >= kStagedFrom && g.read_bytes <= kStagedTo;
 }
 
 // Small tables travel in the kernel's parameters; larger ones lie in scratch memory.
@@ -47,11 +57,12 @@ __global__ static void store_table_chunk(const __grid_constant__ TableChunk chun
 }
 
 // Fills `out`; a table that does not fit is first written to scratch by kernels, which a command buffer can hold.
-inline cudaError_t device_sources(cudaStream_t stream, const HostSources& host, DeviceSources* out) {
+template <bool kEngine>
+cudaError_t device_sources(cudaStream_t stream, const HostSources& host, DeviceSources* out) {
   std::memset(out, 0, sizeof(*out));
   const size_t n = static_cast<size_t>(host.set.count);
   out->count = host.set.count;
-  for (size_t i = 0; i < host.geometries; ++i) out->staged = out->staged || is_staged(host.set.geometries[i]);
+  for (size_t i = 0; i < host.geometries; ++i) out->staged = out->staged || is_staged<kEngine>(host.set.geometries[i]);
   if (n == 0) return cudaSuccess;
   if (n <= kInlineSources && host.geometries <= kInlineGeometries) {
     std::copy_n(host.set.sources, n, out->sources);

@@ -14,7 +14,11 @@ namespace {
 
 constexpr int kOpenThreads = 1024;
 constexpr int kDirectThreads = 256;
-constexpr int kStagedThreads = 128;  // four warps' stages a block, three blocks on a multiprocessor
+constexpr int kStagedThreads = 64;  // of two warps with stages in shared memory
+constexpr int64_t kFillingRow = 4;  // entries of a row, on average, from which on a warp walks rows
+
+// How sources are read: not at all; the only one's 16 bytes at once; from memory; some through shared memory.
+enum class Fold { kNone, kBrief, kDirect, kStaged };
 
 // --- where entries come from ---
 
@@ -47,7 +51,8 @@ struct Fused {
     const int64_t width = batch.kind == kTableFlat     ? batch.table.size
                           : batch.kind == kTableBlocks ? batch.table_width * batch.page_size
                                                        : batch.table_width;
-    return batch.kind != kTableIdentity && width <= kInt32Max;  // a ring's positions have no bound
+    // A ring's positions have no bound; a warp looks some rounds ahead.
+    return batch.kind != kTableIdentity && width <= kInt32Max - 2 * kWarp * batch.stride;
   }
 
   struct Cursor {
@@ -200,9 +205,9 @@ __device__ uint64_t predecessor_hash(const VerifyArgs& a, const VerifyEntry& e, 
 }
 
 // Checks entries [first, last) of a launch, 32 >> lanes_log2 at a time.
-template <typename Entries, typename Stages>
+template <bool kStaged, typename Entries>
 __device__ __noinline__ void check_range(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, int lanes_log2, int64_t first,
-                            int64_t last, Stages* stages) {
+                            int64_t last, Stager<ManySlots>& stager) {
   const SourceWindow window = source_window(a);
   const int lane = threadIdx.x % kWarp;
   const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
@@ -221,7 +226,8 @@ __device__ __noinline__ void check_range(const VerifyArgs& a, const Entries& ent
     if (check && leads) record = load_record(a.records, e.slot);
     const uint32_t* tags = a.source_tags == nullptr || !check ? nullptr : a.source_tags + e.slot * sources.count;
     RealKvFold fold;
-    fold_slot_sources(sources, lanes_log2, check ? static_cast<int32_t>(e.slot) : -1, stages, [&](int32_t k) { return window.contains(k); },
+    fold_slot_sources<kStaged>(sources, lanes_log2, check ? static_cast<int32_t>(e.slot) : -1, -1, stager,
+                      [&](int32_t k) { return window.contains(k); },
                       [&](int32_t k, uint64_t hash, const SourceGeometry& g) { fold.add(k, hash, g, tags); });
     const uint64_t prev_hash = predecessor_hash(a, e, check && leads, record, check && leads, last_slot);
     bool good = false;
@@ -246,78 +252,41 @@ __device__ __noinline__ void check_range(const VerifyArgs& a, const Entries& ent
   }
 }
 
-// What a round of the fused path knows of a lane's entry before its record is read.
-struct HotEntry {
-  int32_t slot;      // -1 where there is nothing to read
-  int32_t position;
-  int32_t row;
-  uint64_t anchor;   // chain hash of a head in this row
-  bool live;
-  bool follows;      // its predecessor is the entry before it
-};
-
-// Walks a warp's share of a fused launch, 32 entries a round, in 32-bit numbers counted from the share's first entry.
-class HotCursor {
+// Slots of one row's positions, read in the way that its table allows: those of rows, flat runs and blocks of a power of two are one
+// 32-bit load and little else.
+class RowSlots {
  public:
-  __device__ HotCursor(const VerifyArgs& a, const Fused& f, int64_t first, int32_t count)
-      : a_(a), f_(f), first_(first), count_(count), row_(static_cast<int32_t>(find_row_by_warp(f.entry_offsets, a.batch_size, first))) {
-    load_row();
+  __device__ RowSlots(const RequestBatch& b, int32_t row, int64_t req_pool_idx) : b_(b), row_(row), req_pool_idx_(req_pool_idx) {
+    if (b.table.wide || b.has_mapping || b.kind == kTableIdentity) return;
+    const int64_t first = b.kind == kTableFlat ? b.table_starts[row] : req_pool_idx * b.table_width;
+    const uint32_t page = b.kind == kTableBlocks ? static_cast<uint32_t>(b.page_size) : 1u;
+    if ((page & (page - 1)) != 0) return;
+    shift_ = 31 - __clz(static_cast<int>(page));
+    plain_ = static_cast<const int32_t*>(b.table.data) + first;
   }
 
-  // Slot before the share's first entry, where that has a predecessor; before any call of entry().
-  __device__ int32_t slot_before() const {
-    return shift_ > begin_ ? narrow(f_.batch.slot_at(row_, req_pool_idx_, shift_ - 1)) : -1;
-  }
-
-  __device__ HotEntry entry(int32_t k) {
-    HotEntry e{-1, 0, row_, anchor_, k < count_, false};
-    if (!e.live) return e;
-    if (k >= row_end_) {
-      do {
-        ++row_;
-      } while (first_ + k >= f_.entry_offsets[row_ + 1]);
-      load_row();
-      e.row = row_;
-      e.anchor = anchor_;
-    }
-    e.position = k + shift_;
-    e.follows = e.position > begin_;
-    e.slot = plain_ != nullptr ? plain_[e.position] : narrow(f_.batch.slot_at(row_, req_pool_idx_, e.position));
-    return e;
+  // -1 or another number out of range where the slot is.
+  __device__ int32_t operator[](int32_t position) const {
+    if (plain_ == nullptr) return narrow(b_.slot_at(row_, req_pool_idx_, position));
+    const int32_t entry = plain_[position >> shift_];
+    if (shift_ == 0) return entry;
+    return entry < 0 || entry > (kInt32Max >> shift_) ? -1 : (entry << shift_) + (position & ((1 << shift_) - 1));
   }
 
  private:
-  __device__ void load_row() {
-    const RequestBatch& b = f_.batch;
-    const RequestSpan span = b.span(row_);
-    const int64_t end = f_.entry_offsets[row_ + 1] - first_;
-    row_end_ = static_cast<int32_t>(end < count_ ? end : count_);
-    shift_ = static_cast<int32_t>(span.begin - (f_.entry_offsets[row_] - first_));
-    begin_ = static_cast<int32_t>(span.begin);
-    req_pool_idx_ = span.req_pool_idx;
-    anchor_ = anchor_hash(static_cast<uint64_t>(a_.namespaces.get(row_, 0)));
-    const bool plain = b.kind == kTableRows && !b.table.wide && !b.has_mapping;
-    plain_ = plain ? static_cast<const int32_t*>(b.table.data) + req_pool_idx_ * b.table_width : nullptr;
-  }
-
-  const VerifyArgs& a_;
-  const Fused& f_;
-  const int64_t first_;
-  const int32_t count_;
-  int32_t row_;
-  int32_t row_end_ = 0;
-  int32_t shift_ = 0;
-  int32_t begin_ = 0;
-  int64_t req_pool_idx_ = 0;
-  uint64_t anchor_ = 0;
+  const RequestBatch& b_;
+  const int32_t row_;
+  const int64_t req_pool_idx_;
   const int32_t* plain_ = nullptr;
+  int32_t shift_ = 0;
 };
 
 // The full rules for one entry whose bytes are already hashed; true if it is good.
-template <typename Entries>
-__device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const Entries& entries, int64_t i, const RealKvFold& fold, bool rotated) {
-  typename Entries::Cursor cursor(entries, a, i);
-  const VerifyEntry e = cursor.entry(entries, i);
+__device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const RequestBatch& batch, int32_t row, int32_t position, bool rotated,
+                                          uint64_t combined, int32_t first_bad_source, uint32_t bad_stored, uint32_t bad_found) {
+  const int64_t req_pool_idx = batch.req_pool_indices[row];
+  const VerifyEntry e{batch.slot_at(row, req_pool_idx, position), batch.prev_slot_at(row, req_pool_idx, position), position,
+                      batch.expected_token(row, req_pool_idx, position), row};
   switch (classify(a, e.slot)) {
     case EntryClass::kSkip:
       return false;
@@ -337,6 +306,7 @@ __device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const Entries& en
     return false;
   }
   const uint64_t prev_hash = prev_is_readable(a, e.prev_slot) ? chain_next(load_record(a.records, e.prev_slot)) : 0;
+  const RealKvFold fold{combined, first_bad_source, bad_stored, bad_found};
   const RealKvCheck real = rotated ? fold.against_tags() : fold.against_record(record);
   const ChainExpectation chain = expect_chain(a, e, record, prev_hash);
   const uint32_t reason = entry_reasons(a, e, record, chain, real.bad, unwritten);
@@ -346,61 +316,118 @@ __device__ __noinline__ bool judge_slowly(const VerifyArgs& a, const Entries& en
   return false;
 }
 
-// The hot loop: decides in few instructions that an entry is good, and leaves every other to the full rules.
-template <bool kFold, typename Stages>
-__device__ void check_hot(const VerifyArgs& a, const Fused& f, const DeviceSources& sources, int64_t first, int32_t count, Stages* stages) {
-  const SourceWindow window = source_window(a);
-  const bool rotated = window.count < window.total;
+// What the hot loop knows of the launch.
+struct HotLaunch {
+  const VerifyArgs& a;
+  const RequestBatch& batch;
+  const DeviceSources& sources;
+  SourceWindow window;
+  int32_t slots;
+  int32_t padding;  // -1 where there is none in the pool
+  bool rotated;
+
+  __device__ bool readable(int32_t slot) const { return static_cast<uint32_t>(slot) < static_cast<uint32_t>(slots) && slot != padding; }
+  __device__ uint64_t next_hash(int32_t slot) const { return readable(slot) ? chain_next(load_record(a.records, slot)) : 0; }
+};
+
+// What a lane reads of one slot: asked for when it is made.
+template <Fold kFold>
+struct RoundLoad {
+  int32_t slot;  // -1 where there is nothing to read
+  Record record{};
+  Bytes16 brief{};  // the only source's 16 bytes, with Fold::kBrief
+
+  __device__ RoundLoad(const HotLaunch& h, int32_t candidate) : slot(h.readable(candidate) ? candidate : -1) {
+    if (slot < 0) return;
+    record = load_record(h.a.records, slot);
+    if constexpr (kFold == Fold::kBrief) {
+      brief = *reinterpret_cast<const Bytes16*>(slot_base(h.sources.sources[0], h.sources.geometries[0], static_cast<uint32_t>(slot)));
+    }
+  }
+};
+
+// Checks `count` entries of one row from `begin` on, every stride-th position, a lane an entry. Decides in few instructions that an
+// entry is good and leaves every other to the full rules; 0 stands for a chain hash that is not known, since no good record has it.
+template <Fold kFold, bool kStrided>
+__device__ __forceinline__ void check_row(const HotLaunch& h, int32_t row, int32_t begin, int32_t count, Stager<ManySlots>& stager) {
+  const VerifyArgs& a = h.a;
   const int lane = threadIdx.x % kWarp;
-  const int32_t slots = static_cast<int32_t>(a.slots);
-  const int32_t padding = a.has_padding_slot && a.padding_slot >= 0 && a.padding_slot < a.slots ? static_cast<int32_t>(a.padding_slot) : -1;
-  OkMarker marker;
-  HotCursor cursor(a, f, first, count);
-  int32_t last_slot = cursor.slot_before();
-  if (last_slot < 0 || last_slot >= slots || last_slot == padding) last_slot = -1;
-  uint64_t last_next = last_slot >= 0 ? chain_next(load_record(a.records, last_slot)) : 0;
-  HotEntry upcoming = cursor.entry(lane);
-  for (int32_t base = 0; base < count; base += kWarp) {
-    const HotEntry e = upcoming;
-    const int32_t k = base + lane;
-    const bool readable = e.slot >= 0 && e.slot < slots && e.slot != padding;
-    Record record{};
-    if (readable) record = load_record(a.records, e.slot);
-    upcoming = cursor.entry(k + kWarp);  // its slot is on the way while this round works
+  const int64_t req_pool_idx = h.batch.req_pool_indices[row];
+  const RowSlots table(h.batch, row, req_pool_idx);
+  const int32_t stride = kStrided ? static_cast<int32_t>(h.batch.stride) : 1;
+  const uint64_t anchor = anchor_hash(static_cast<uint64_t>(a.namespaces.get(row, 0)));
+  int32_t position = begin + lane * stride;
+  uint64_t carry = kStrided ? 0 : begin == 0 ? anchor : h.next_hash(table[begin - 1]);
+  bool any_good = false;
+  // Two rounds ahead the slots are asked for, one round ahead what is in them.
+  RoundLoad<kFold> ahead(h, lane < count ? table[position] : -1);
+  int32_t upcoming = lane + kWarp < count ? table[position + kWarp * stride] : -1;
+  for (int32_t left = count - lane, rounds = (count + kWarp - 1) / kWarp; rounds > 0; --rounds, left -= kWarp, position += kWarp * stride) {
+    const RoundLoad<kFold> now = ahead;
+    const int32_t slot = now.slot;
+    const bool live = left > 0;
+    const Record& record = now.record;
+    uint64_t expected = 0;
+    if constexpr (kStrided) {
+      if (live) expected = position == 0 ? anchor : h.next_hash(table[position - 1]);
+    }
+    ahead = RoundLoad<kFold>(h, upcoming);
+    upcoming = left > 2 * kWarp ? table[position + 2 * kWarp * stride] : -1;
     RealKvFold fold;
-    if constexpr (kFold) {
-      const uint32_t* tags = a.source_tags == nullptr || !readable ? nullptr : a.source_tags + static_cast<int64_t>(e.slot) * sources.count;
-      fold_slot_sources(sources, 0, readable ? e.slot : -1, stages, [&](int32_t j) { return window.contains(j); },
-                        [&](int32_t j, uint64_t hash, const SourceGeometry& g) { fold.add(j, hash, g, tags); });
+    if constexpr (kFold == Fold::kBrief) {
+      if (slot >= 0) fold.combined = splitmix64(splitmix64(splitmix64(now.brief.low) ^ now.brief.high));
+      if (slot >= 0 && a.source_tags != nullptr) {
+        fold.combined = 0;
+        fold.add(0, splitmix64(splitmix64(now.brief.low) ^ now.brief.high), h.sources.geometries[0], a.source_tags + slot);
+      }
+    } else if constexpr (kFold != Fold::kNone) {
+      const uint32_t* tags = a.source_tags == nullptr || slot < 0 ? nullptr : a.source_tags + static_cast<int64_t>(slot) * h.sources.count;
+      fold_slot_sources<kFold == Fold::kStaged>(h.sources, 0, slot, ahead.slot, stager, [&](int32_t j) { return h.window.contains(j); },
+                                                [&](int32_t j, uint64_t hash, const SourceGeometry& g) { fold.add(j, hash, g, tags); });
     }
-    const uint64_t next = chain_next(record);
-    const int32_t own_slot = readable ? e.slot : -1;
-    int32_t near_slot = __shfl_up_sync(kFullMask, own_slot, 1);
-    uint64_t near_next = __shfl_up_sync(kFullMask, next, 1);
-    if (lane == 0) {
-      near_slot = last_slot;
-      near_next = last_next;
+    if constexpr (!kStrided) {
+      const uint64_t near = __shfl_sync(kFullMask, chain_next(record), (lane + kWarp - 1) % kWarp);
+      expected = lane == 0 ? carry : near;
+      carry = near;
     }
-    last_slot = __shfl_sync(kFullMask, own_slot, kWarp - 1);
-    last_next = __shfl_sync(kFullMask, next, kWarp - 1);
-    const bool chain_known = e.position == 0 || (e.follows && near_slot >= 0);
-    const uint64_t expected = e.position == 0 ? e.anchor : near_next;
-    bool good = readable && chain_known && record.prev_hash == expected && record.prev_hash != 0 &&
-                record.position == static_cast<uint64_t>(static_cast<uint32_t>(e.position));
-    good = good && (rotated ? fold.first_bad_source < 0 : fold.combined == record.real_kv_hash);
-    if (good && a.check_token) {
-      const int64_t token = f.batch.expected_token(e.row, a.req_pool_indices[e.row], e.position);
+    bool good = record.prev_hash == expected && expected != 0 && record.position == static_cast<uint64_t>(static_cast<uint32_t>(position));
+    good = good && (h.rotated ? fold.first_bad_source < 0 : fold.combined == record.real_kv_hash);
+    if (a.check_token && good) {
+      const int64_t token = h.batch.expected_token(row, req_pool_idx, position);
       good = token == -1 || static_cast<int64_t>(record.token) == token;
     }
-    if (e.live && !good) good = judge_slowly(a, f, first + k, fold, rotated);
+    if (live && !good) {
+      good = judge_slowly(a, h.batch, row, position, h.rotated, fold.combined, static_cast<int32_t>(fold.first_bad_source), fold.bad_stored,
+                          fold.bad_found);
+    }
+    any_good = any_good || (live && good);
     __syncwarp();
-    marker.mark(a, e.row, good);
+  }
+  if (__any_sync(kFullMask, any_good) && lane == 0) atomicMax(&a.verdict[row], kOk);
+}
+
+// The hot path of a fused launch: a warp's share, row by row.
+template <Fold kFold, bool kStrided>
+__device__ void check_rows(const VerifyArgs& a, const Fused& f, const DeviceSources& sources, int64_t first, int64_t last, Stager<ManySlots>& stager) {
+  const bool padded = a.has_padding_slot && a.padding_slot >= 0 && a.padding_slot < a.slots;
+  const SourceWindow window = source_window(a);
+  const HotLaunch h{a, f.batch, sources, window, static_cast<int32_t>(a.slots), padded ? static_cast<int32_t>(a.padding_slot) : -1,
+                    window.count < window.total};
+  int64_t row = find_row_by_warp(f.entry_offsets, a.batch_size, first);
+  for (; first < last; ++row) {
+    const int64_t row_first = f.entry_offsets[row];
+    const int64_t row_last = f.entry_offsets[row + 1];
+    const int64_t stop = row_last < last ? row_last : last;
+    if (stop <= first) continue;
+    const int64_t begin = f.batch.span(row).position(first - row_first);
+    check_row<kFold, kStrided>(h, static_cast<int32_t>(row), static_cast<int32_t>(begin), static_cast<int32_t>(stop - first), stager);
+    first = stop;
   }
 }
 
 // Every warp takes one run of consecutive entries, so that rows are looked up once and chains stay in registers.
-template <bool kFold, typename Entries, typename Stages>
-__device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, Stages* stages) {
+template <Fold kFold, typename Entries>
+__device__ void check_share(const VerifyArgs& a, const Entries& entries, const DeviceSources& sources, Stager<ManySlots>& stager) {
   if (!entries.enabled()) return;
   const int64_t total = entries.total(a);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
@@ -413,47 +440,56 @@ __device__ void check_share(const VerifyArgs& a, const Entries& entries, const D
   const int64_t last = first + share < total ? first + share : total;
   if (first >= last) return;
   if constexpr (std::is_same_v<Entries, Fused>) {
-    if (lanes_log2 == 0 && entries.batch.stride == 1 && share <= (int64_t{1} << 30) && entries.positions_fit_int32()) {
-      check_hot<kFold>(a, entries, sources, first, static_cast<int32_t>(last - first), stages);
+    // Worth it where rows fill a warp's rounds.
+    if (lanes_log2 == 0 && entries.positions_fit_int32() && total / kFillingRow >= a.batch_size) {
+      if (entries.batch.stride == 1) {
+        check_rows<kFold, false>(a, entries, sources, first, last, stager);
+      } else {
+        check_rows<kFold, true>(a, entries, sources, first, last, stager);
+      }
       return;
     }
   }
-  check_range(a, entries, sources, lanes_log2, first, last, stages);
+  check_range<kFold == Fold::kStaged>(a, entries, sources, lanes_log2, first, last, stager);
 }
 
-template <typename Entries, bool kFold>
-__global__ void __launch_bounds__(kDirectThreads, kFold ? 3 : 4)
-    check_direct(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
-  check_share<kFold, Entries, DeepStages>(a, entries, sources, nullptr);
-}
+// Blocks on a multiprocessor: as many as the stages leave room for; and where one source or none is read, few with registers enough to
+// keep two rounds under way.
+constexpr int blocks_per_sm(Fold fold) { return fold == Fold::kStaged ? 6 : fold == Fold::kDirect ? 3 : 2; }
+constexpr int threads_of(Fold fold) { return fold == Fold::kStaged ? kStagedThreads : kDirectThreads; }
 
-template <typename Entries, typename Stages>
-__global__ void __launch_bounds__(kStagedThreads)
-    check_staged(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
+template <Fold kFold, typename Entries>
+__global__ void __launch_bounds__(threads_of(kFold), blocks_per_sm(kFold))
+    check(const __grid_constant__ VerifyArgs a, const __grid_constant__ Entries entries, const __grid_constant__ DeviceSources sources) {
   extern __shared__ __align__(16) unsigned char shared[];
-  check_share<true>(a, entries, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
+  Stager<ManySlots> stager(kFold == Fold::kStaged ? reinterpret_cast<WarpStages<ManySlots>*>(shared) + threadIdx.x / kWarp : nullptr);
+  check_share<kFold>(a, entries, sources, stager);
+}
+
+template <Fold kFold, typename Entries>
+cudaError_t launch_check(cudaStream_t stream, const VerifyArgs& args, const Entries& entries, int64_t lanes, const DeviceSources& table) {
+  const size_t shared = kFold == Fold::kStaged ? kStagedThreads / kWarp * sizeof(WarpStages<ManySlots>) : 0;
+  if (cudaError_t e = shared > 0 ? allow_shared(check<kFold, Entries>, shared) : cudaSuccess; e != cudaSuccess) return e;
+  // As many blocks as are resident at once, so that a share is as long as it can be.
+  unsigned blocks = 0;
+  if (cudaError_t e = grid_blocks(ceil_div(lanes, threads_of(kFold)), blocks_per_sm(kFold), &blocks); e != cudaSuccess) return e;
+  check<kFold, Entries><<<blocks, threads_of(kFold), shared, stream>>>(args, entries, table);
+  return cudaGetLastError();
 }
 
 template <typename Entries>
 cudaError_t launch_check(cudaStream_t stream, const VerifyArgs& args, const Entries& entries, int64_t most_entries, const HostSources& sources) {
   if (most_entries == 0) return cudaSuccess;
   DeviceSources table;
-  if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
+  if (cudaError_t e = device_sources<ManySlots::kEngine>(stream, sources, &table); e != cudaSuccess) return e;
   const int64_t lanes = most_entries * std::min<int64_t>(std::max(table.count, 1), kWarp);
-  unsigned blocks = 0;
-  if (table.staged) {
-    return launch_staged(
-        stream, lanes, kStagedThreads, [](auto* stages) { return check_staged<Entries, std::remove_pointer_t<decltype(stages)>>; }, args, entries, table);
+  if (table.count == 0) return launch_check<Fold::kNone>(stream, args, entries, lanes, table);
+  if (table.staged) return launch_check<Fold::kStaged>(stream, args, entries, lanes, table);
+  const SourceGeometry& g = table.geometries[0];
+  if (std::is_same_v<Entries, Fused> && table.count == 1 && !args.rotate && g.piece == 16 && is_one_run(g) && g.read_bytes == 16) {
+    return launch_check<Fold::kBrief>(stream, args, entries, lanes, table);
   }
-  // As many blocks as are resident at once, so that a share is as long as it can be.
-  const bool fold = table.count > 0;
-  if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), fold ? 3 : 4, &blocks); e != cudaSuccess) return e;
-  if (fold) {
-    check_direct<Entries, true><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
-  } else {
-    check_direct<Entries, false><<<blocks, kDirectThreads, 0, stream>>>(args, entries, table);
-  }
-  return cudaGetLastError();
+  return launch_check<Fold::kDirect>(stream, args, entries, lanes, table);
 }
 
 // An upper bound of a batch's entries from its shapes.

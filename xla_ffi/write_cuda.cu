@@ -1,4 +1,5 @@
-// write on CUDA: all tokens' real-KV hashes by the whole grid, then a block a request runs the chain and stores.
+// write on CUDA, one kernel: some blocks hash the tokens' real KV, meanwhile a block a request runs the chain; it stores a round of tokens
+// once their hashes are there.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -12,22 +13,30 @@
 namespace kvcanary::cuda {
 namespace {
 
-constexpr int kDirectThreads = 256;
-constexpr int kStagedThreads = 128;
-constexpr int kChainThreads = 2 * kWarp;  // one warp hashes, one loads and stores
+constexpr int kBlockThreads = 2 * kWarp;  // of a request's block: one warp hashes the chain, one loads and stores
+constexpr int kBlocksPerSm = 3;           // with stages in shared memory
+constexpr int kLightBlocksPerSm = 16;     // without
+// So few tokens are hashed by their request's own block, which spares the way from block to block.
+constexpr int64_t kFewTokens = 1024;
+constexpr int kFewThreads = 3 * kWarp;
+constexpr int kFewBlocksPerSm = 5;
 
-// Where the hashes of the tokens' slots lie between the two kernels; `hashes` is null if no source is read.
+// What blocks that hash tell those that store; `hashes` is null if no source is read.
 struct TokenHashes {
-  uint64_t* hashes;  // [tokens]
-  uint32_t* tags;    // [tokens, sources] or null
+  uint64_t* hashes;    // [tokens]
+  uint32_t* tags;      // [tokens, sources] or null
+  uint32_t* progress;  // [1 + groups of 32 tokens]: blocks that have started, tokens of each group whose hashes are there
   int32_t sources;
+  int32_t hash_blocks;
+
+  __device__ uint32_t* group(int64_t i) const { return progress + 1 + i / kWarp; }
 };
 
-template <typename Stages>
-__device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, Stages* stages) {
+// Hashes the tokens of warp `warp` of `warps`.
+template <bool kStaged>
+__device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, Stager<FewSlots>& stager, int64_t warp,
+                           int64_t warps) {
   const int lane = threadIdx.x % kWarp;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp;
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
   const int lanes_log2 = lanes_log2_for(sources.count, a.tokens, warps * kWarp);
   const int64_t per_round = kWarp >> lanes_log2;
   const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
@@ -36,41 +45,99 @@ __device__ void hash_share(const WriteArgs& a, const TokenHashes& out, const Dev
     const int64_t slot = i < a.tokens ? a.out_cache_loc[i] : -1;
     const bool store = classify(a, slot) == WriteClass::kStore;
     uint64_t combined = 0;
-    fold_slot_sources(sources, lanes_log2, store ? static_cast<int32_t>(slot) : -1, stages, [](int32_t) { return true; },
-                      [&](int32_t k, uint64_t hash, const SourceGeometry& g) {
-                        combined = combine_source(combined, hash, g);
-                        if (out.tags != nullptr && leads) out.tags[i * out.sources + k] = source_tag(hash);
-                      });
+    fold_slot_sources<kStaged>(sources, lanes_log2, store ? static_cast<int32_t>(slot) : -1, -1, stager, [](int32_t) { return true; },
+                               [&](int32_t k, uint64_t hash, const SourceGeometry& g) {
+                                 combined = combine_source(combined, hash, g);
+                                 if (out.tags != nullptr && leads) out.tags[i * out.sources + k] = source_tag(hash);
+                               });
     if (store && leads) out.hashes[i] = combined;
+    __threadfence();
+    __syncwarp();
+    const int64_t done = a.tokens - first < per_round ? a.tokens - first : per_round;
+    if (lane == 0) atomicAdd(out.group(first), static_cast<uint32_t>(done));
   }
 }
 
-__global__ void __launch_bounds__(kDirectThreads)
-    hash_direct(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
-  hash_share<DeepStages>(a, out, sources, nullptr);
-}
+// Hashes as a request's block finds them that other blocks made.
+struct FarHashes {
+  const WriteArgs& a;
+  const TokenHashes& from;
 
-template <typename Stages>
-__global__ void __launch_bounds__(kStagedThreads)
-    hash_staged(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes out, const __grid_constant__ DeviceSources sources) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  hash_share(a, out, sources, reinterpret_cast<Stages*>(shared) + threadIdx.x / kWarp);
-}
-
-cudaError_t launch_hash(cudaStream_t stream, const WriteArgs& args, const TokenHashes& out, const HostSources& sources) {
-  DeviceSources table;
-  if (cudaError_t e = device_sources(stream, sources, &table); e != cudaSuccess) return e;
-  const int64_t lanes = args.tokens * std::min<int64_t>(std::max(table.count, 1), kWarp);
-  unsigned blocks = 0;
-  if (table.staged) {
-    return launch_staged(
-        stream, lanes, kStagedThreads, [](auto* stages) { return hash_staged<std::remove_pointer_t<decltype(stages)>>; }, args, out, table);
-  } else {
-    if (cudaError_t e = grid_blocks(ceil_div(lanes, kDirectThreads), 8, &blocks); e != cudaSuccess) return e;
-    hash_direct<<<blocks, kDirectThreads, 0, stream>>>(args, out, table);
+  __device__ void start(const WriteSegment&) {}
+  // Waits for those of tokens [first, last), at most 32. The whole warp calls it.
+  __device__ void await(int64_t first, int64_t last) const {
+    if (from.hashes == nullptr || first >= last) return;
+    const int lane = threadIdx.x % kWarp;
+    const int64_t at = lane == 0 ? first : last - 1;  // they lie in two groups at most
+    if (lane < 2) {
+      const int64_t begin = at / kWarp * kWarp;
+      const uint32_t wanted = static_cast<uint32_t>(a.tokens - begin < kWarp ? a.tokens - begin : kWarp);
+      const volatile uint32_t* group = from.group(at);
+      while (*group < wanted) __nanosleep(40);
+      __threadfence();
+    }
+    __syncwarp();
   }
-  return cudaGetLastError();
+  __device__ uint64_t operator[](int64_t i) const {
+    return from.hashes == nullptr ? 0 : __ldcg(reinterpret_cast<const unsigned long long*>(from.hashes + i));
+  }
+};
+
+// Hashes that a warp of the same block makes: of one request after the other.
+struct NearBoard {
+  uint64_t hashes[kFewTokens];  // by number in the launch
+  volatile uint32_t done;       // tokens of all requests so far, modulo 2^32
+};
+
+struct NearHashes {
+  NearBoard& board;
+  int64_t begin = 0;    // of the request
+  uint32_t before = 0;   // tokens of the requests before it
+  uint32_t through = 0;  // and with its own
+
+  __device__ void start(const WriteSegment& segment) {
+    begin = segment.begin;
+    before = through;
+    through += static_cast<uint32_t>(segment.end - segment.begin);
+  }
+  __device__ void await(int64_t, int64_t last) const {
+    if (threadIdx.x % kWarp == 0) {
+      while (board.done - before < static_cast<uint32_t>(last - begin)) __nanosleep(20);
+    }
+    __threadfence_block();
+    __syncwarp();
+  }
+  __device__ uint64_t operator[](int64_t i) const { return board.hashes[i]; }
+};
+
+// Hashes the tokens of a request into the board; several lanes share a slot where there are sources and lanes enough.
+template <bool kStaged>
+__device__ void hash_request(const WriteArgs& a, const TokenHashes& out, const DeviceSources& sources, Stager<FewSlots>& stager,
+                             const WriteSegment& segment, NearBoard& board) {
+  const int lane = threadIdx.x % kWarp;
+  const int lanes_log2 = lanes_log2_for(sources.count, segment.end - segment.begin, 2 * kWarp - 1);
+  const bool leads = (lane & ((1 << lanes_log2) - 1)) == 0;
+  const int64_t per_round = kWarp >> lanes_log2;
+  for (int64_t first = segment.begin; first < segment.end; first += per_round) {
+    const int64_t i = first + (lane >> lanes_log2);
+    const int64_t slot = i < segment.end ? a.out_cache_loc[i] : -1;
+    const bool store = classify(a, slot) == WriteClass::kStore;
+    uint64_t combined = 0;
+    fold_slot_sources<kStaged>(sources, lanes_log2, store ? static_cast<int32_t>(slot) : -1, -1, stager, [](int32_t) { return true; },
+                               [&](int32_t k, uint64_t hash, const SourceGeometry& g) {
+                                 combined = combine_source(combined, hash, g);
+                                 if (out.tags != nullptr && leads) out.tags[i * out.sources + k] = source_tag(hash);
+                               });
+    if (store && leads) board.hashes[i] = combined;
+    if (out.tags != nullptr) __threadfence();
+    __threadfence_block();
+    __syncwarp();
+    if (lane == 0) board.done = board.done + static_cast<uint32_t>(segment.end - first < per_round ? segment.end - first : per_round);
+  }
 }
+
+// The two warps that write a request wait for each other.
+__device__ inline void sync_pair() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
 
 // One token as a lane holds it.
 struct Token {
@@ -146,7 +213,7 @@ __device__ void store_token(const WriteArgs& a, const TokenHashes& hashes, int64
   store_record(a.records, t.slot, {t.token, t.position, running_hash, real_kv_hash}, stamp);
   if (a.source_tags == nullptr) return;
   for (int32_t k = 0; k < hashes.sources; ++k) {
-    a.source_tags[t.slot * hashes.sources + k] = hashes.tags == nullptr ? 0 : hashes.tags[i * hashes.sources + k];
+    a.source_tags[t.slot * hashes.sources + k] = hashes.tags == nullptr ? 0 : __ldcg(&hashes.tags[i * hashes.sources + k]);
   }
 }
 
@@ -164,22 +231,24 @@ __device__ bool report_token(const WriteArgs& a, int64_t r, int64_t i, const Tok
 }
 
 // Stores and reports a round that is hashed; true if a row was reported.
-__device__ bool finish_round(const WriteArgs& a, const TokenHashes& hashes, int64_t r, int64_t i, const Token& mine, const LaneChain& place,
-                             const Provenance& stamp) {
+template <typename Hashes>
+__device__ bool finish_round(const WriteArgs& a, const TokenHashes& out, const Hashes& hashes, int64_t r, int64_t i, const Token& mine,
+                             const LaneChain& place, const Provenance& stamp) {
   const int lane = threadIdx.x % kWarp;
   const bool store = mine.kind == WriteClass::kStore;
-  const uint64_t real_kv_hash = store && hashes.hashes != nullptr ? hashes.hashes[i] : 0;
+  const uint64_t real_kv_hash = store ? hashes[i] : 0;
   const bool bad = report_token(a, r, i, mine, place, real_kv_hash);
   __syncwarp();
   // Of lanes with one slot the last stores.
   const unsigned same = __match_any_sync(kFullMask, mine.slot);
-  if (store && same >> lane == 1) store_token(a, hashes, i, mine, place.running_hash, real_kv_hash, stamp);
+  if (store && same >> lane == 1) store_token(a, out, i, mine, place.running_hash, real_kv_hash, stamp);
   __syncwarp();
   return bad;
 }
 
 // One request by the block's two warps: the first hashes, the second moves everything in and out.
-__device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int64_t r, ChainRounds& shared) {
+template <typename Hashes>
+__device__ void write_request(const WriteArgs& a, const TokenHashes& out, Hashes& hashes, int64_t r, ChainRounds& shared) {
   const int lane = threadIdx.x % kWarp;
   const bool hashing = threadIdx.x < kWarp;
   const WriteSegment segment = write_segment(a, r);
@@ -194,16 +263,17 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
   if (hashing) {
     uint64_t running = chain.running_hash;
     for (int64_t k = 0; k <= rounds; ++k) {
-      __syncthreads();
+      sync_pair();
       if (k < rounds) running = run_chain(shared.round[k % 2], running);
     }
-    __syncthreads();
+    sync_pair();
     return;
   }
   const int64_t seed = a.seed_slots[r];
   bool bad = cut || (a.extended && seed_is_out_of_range(a, seed));
   if (a.extended && seed_is_out_of_range(a, seed) && lane == 0) append_row(a.log, seed_row(a, r, seed, chain.running_hash));
   const Provenance stamp = provenance(a, r);
+  hashes.start(segment);
   __syncwarp();
   uint64_t stored_total = 0;
   Token done{-1, 0, 0, WriteClass::kSkip};
@@ -212,12 +282,14 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
   unsigned hashed_stored = __ballot_sync(kFullMask, hashed.kind == WriteClass::kStore);
   put_inputs(shared.round[0], hashed, hashed_stored);
   for (int64_t k = 0; k <= rounds; ++k) {
-    __syncthreads();  // round k is loaded, round k - 1 is hashed
+    sync_pair();  // round k is loaded, round k - 1 is hashed
     const int64_t i = segment.begin + k * kWarp + lane;
     const Token next = load_token(a, i + kWarp, segment.end);
     if (k > 0) {
+      const int64_t begin = segment.begin + (k - 1) * kWarp;
+      hashes.await(begin, begin + kWarp < segment.end ? begin + kWarp : segment.end);
       const LaneChain place = place_in_chain(shared.round[(k - 1) % 2], done, done_stored, chain);
-      if (finish_round(a, hashes, r, i - kWarp, done, place, stamp)) bad = true;
+      if (finish_round(a, out, hashes, r, i - kWarp, done, place, stamp)) bad = true;
       stored_total += __popc(done_stored);
     }
     done = hashed;
@@ -232,38 +304,118 @@ __device__ void write_request(const WriteArgs& a, const TokenHashes& hashes, int
     a.verdict[r] = bad ? kBad : stored_total > 0 ? kOk : kNotChecked;
     if (stored_total > 0) add_count(a.log.slot_runs, stored_total);
   }
-  __syncthreads();
+  sync_pair();
 }
 
-__global__ void __launch_bounds__(kChainThreads) write_chains(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes) {
+// Requests of block `block` of `blocks`, by its first two warps.
+template <typename Hashes>
+__device__ void write_requests(const WriteArgs& a, const TokenHashes& out, Hashes& hashes, int64_t block, int64_t blocks) {
   __shared__ ChainRounds shared;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (block == 0 && threadIdx.x == 0) {
     add_count(a.log.kernel_runs, 1);
     normalize_index(a.log);
   }
   __syncwarp();
   const int64_t requests = num_requests(a);
-  for (int64_t r = blockIdx.x; r < a.capacity; r += gridDim.x) {
+  for (int64_t r = block; r < a.capacity; r += blocks) {
     if (r < requests) {
-      write_request(a, hashes, r, shared);
+      write_request(a, out, hashes, r, shared);
     } else if (threadIdx.x == 0) {
       a.verdict[r] = kNotChecked;
     }
   }
 }
 
+__global__ void __launch_bounds__(kBlockThreads) write_chains(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes) {
+  FarHashes far{a, hashes};
+  write_requests(a, hashes, far, blockIdx.x, gridDim.x);
+}
+
+// Blocks take their parts in the order in which they start: those that hash come first and wait for nobody, so whoever waits for a
+// hash waits for a block that runs.
+template <bool kStaged>
+__global__ void __launch_bounds__(kBlockThreads) write_and_hash(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes,
+                                                                const __grid_constant__ DeviceSources sources) {
+  extern __shared__ __align__(16) unsigned char stages[];
+  __shared__ int64_t started;
+  if (threadIdx.x == 0) started = atomicAdd(hashes.progress, 1u);
+  __syncthreads();
+  const int64_t block = started;
+  if (block >= hashes.hash_blocks) {
+    FarHashes far{a, hashes};
+    return write_requests(a, hashes, far, block - hashes.hash_blocks, gridDim.x - hashes.hash_blocks);
+  }
+  Stager<FewSlots> stager(kStaged ? reinterpret_cast<WarpStages<FewSlots>*>(stages) + threadIdx.x / kWarp : nullptr);
+  constexpr int kWarps = kBlockThreads / kWarp;
+  hash_share<kStaged>(a, hashes, sources, stager, block * kWarps + threadIdx.x / kWarp, static_cast<int64_t>(hashes.hash_blocks) * kWarps);
+}
+
+// Few tokens: a third warp of each request's block hashes them.
+template <bool kStaged>
+__global__ void __launch_bounds__(kFewThreads) write_few(const __grid_constant__ WriteArgs a, const __grid_constant__ TokenHashes hashes,
+                                                         const __grid_constant__ DeviceSources sources) {
+  extern __shared__ __align__(16) unsigned char stages[];
+  __shared__ NearBoard board;
+  if (threadIdx.x == 0) board.done = 0;
+  __syncthreads();
+  if (threadIdx.x < kBlockThreads) {
+    NearHashes near{board};
+    return write_requests(a, hashes, near, blockIdx.x, gridDim.x);
+  }
+  Stager<FewSlots> stager(kStaged ? reinterpret_cast<WarpStages<FewSlots>*>(stages) : nullptr);
+  const int64_t requests = num_requests(a);
+  for (int64_t r = blockIdx.x; r < requests; r += gridDim.x) {
+    const WriteSegment segment = write_segment(a, r);
+    if (!segment.empty()) hash_request<kStaged>(a, hashes, sources, stager, segment, board);
+  }
+}
+
+template <bool kStaged>
+cudaError_t launch_write_few(cudaStream_t stream, const WriteArgs& args, const TokenHashes& hashes, const DeviceSources& table) {
+  const size_t shared = kStaged ? sizeof(WarpStages<FewSlots>) : 0;
+  if (cudaError_t e = kStaged ? allow_shared(write_few<kStaged>, shared) : cudaSuccess; e != cudaSuccess) return e;
+  unsigned blocks = 0;
+  if (cudaError_t e = grid_blocks(args.capacity, kFewBlocksPerSm, &blocks); e != cudaSuccess) return e;
+  write_few<kStaged><<<blocks, kFewThreads, shared, stream>>>(args, hashes, table);
+  return cudaGetLastError();
+}
+
+template <bool kStaged>
+cudaError_t launch_write(cudaStream_t stream, const WriteArgs& args, TokenHashes hashes, const DeviceSources& table) {
+  const size_t shared = kStaged ? kBlockThreads / kWarp * sizeof(WarpStages<FewSlots>) : 0;
+  if (cudaError_t e = kStaged ? allow_shared(write_and_hash<kStaged>, shared) : cudaSuccess; e != cudaSuccess) return e;
+  const int per_sm = kStaged ? kBlocksPerSm : kLightBlocksPerSm;
+  unsigned chains = 0, resident = 0;
+  if (cudaError_t e = grid_blocks(args.capacity, per_sm, &chains); e != cudaSuccess) return e;
+  if (cudaError_t e = grid_blocks(INT32_MAX, per_sm, &resident); e != cudaSuccess) return e;
+  // Chains and as many hashing blocks as fit beside them, at least half of all.
+  const int64_t lanes = args.tokens * std::min<int64_t>(std::max(table.count, 1), kWarp);
+  const int64_t room = std::max<int64_t>(static_cast<int64_t>(resident) - chains, (resident + 1) / 2);
+  hashes.hash_blocks = static_cast<int32_t>(std::clamp<int64_t>(ceil_div(lanes, kBlockThreads), 1, room));
+  const size_t groups = static_cast<size_t>(ceil_div(args.tokens, kWarp));
+  if (cudaError_t e = cudaMemsetAsync(hashes.progress, 0, (1 + groups) * sizeof(uint32_t), stream); e != cudaSuccess) return e;
+  write_and_hash<kStaged><<<hashes.hash_blocks + chains, kBlockThreads, shared, stream>>>(args, hashes, table);
+  return cudaGetLastError();
+}
+
 }  // namespace
 
-cudaError_t write(cudaStream_t stream, const WriteArgs& args, uint64_t* token_hashes, uint32_t* token_tags, const HostSources& sources) {
-  TokenHashes hashes{nullptr, nullptr, sources.set.count};
+cudaError_t write(cudaStream_t stream, const WriteArgs& args, const WriteScratch& scratch, const HostSources& sources) {
+  TokenHashes hashes{nullptr, nullptr, nullptr, sources.set.count, 0};
   if (sources.set.count > 0 && args.tokens > 0) {
-    hashes.hashes = token_hashes;
-    hashes.tags = args.source_tags != nullptr ? token_tags : nullptr;
-    if (cudaError_t e = launch_hash(stream, args, hashes, sources); e != cudaSuccess) return e;
+    hashes.hashes = scratch.hashes;
+    hashes.tags = args.source_tags != nullptr ? scratch.tags : nullptr;
+    hashes.progress = scratch.progress;
+    DeviceSources table;
+    if (cudaError_t e = device_sources<FewSlots::kEngine>(stream, sources, &table); e != cudaSuccess) return e;
+    if (args.tokens <= kFewTokens && args.tokens <= 4 * args.capacity) {
+      return table.staged ? launch_write_few<true>(stream, args, hashes, table) : launch_write_few<false>(stream, args, hashes, table);
+    }
+    return table.staged ? launch_write<true>(stream, args, hashes, table) : launch_write<false>(stream, args, hashes, table);
   }
   unsigned blocks = 0;
-  if (cudaError_t e = grid_blocks(args.capacity, 16, &blocks); e != cudaSuccess) return e;
-  write_chains<<<blocks, kChainThreads, 0, stream>>>(args, hashes);
+  if (cudaError_t e = grid_blocks(args.capacity, kLightBlocksPerSm, &blocks); e != cudaSuccess) return e;
+  write_chains<<<blocks, kBlockThreads, 0, stream>>>(args, hashes);
   return cudaGetLastError();
 }
 

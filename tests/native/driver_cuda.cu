@@ -92,7 +92,8 @@ Result run_cuda(const Case& c, cudaStream_t stream) {
       const kvcanary::WriteArgs args = binder.write(bound, sources.set);
       uint64_t* hashes = binder.space<uint64_t>(args.tokens, 8);
       uint32_t* tags = args.source_tags != nullptr ? binder.space<uint32_t>(args.tokens * count, 4) : nullptr;
-      launch(stream, as_graph, [&] { return cuda::write(stream, args, hashes, tags, sources); });
+      uint32_t* progress = binder.space<uint32_t>(cuda::write_progress_words(args.tokens), 4);
+      launch(stream, as_graph, [&] { return cuda::write(stream, args, {hashes, tags, progress}, sources); });
     } else {
       const kvcanary::VerifyArgs args = binder.verify(bound, sources.set);
       if (c.op == Op::kVerify) {
