@@ -11,6 +11,7 @@ COMMANDS = {
     "doctor": ("doctor", "print versions, modules, targets, devices, and what is missing"),
     "tour": ("tour", "stamp a small paged pool, corrupt it in several ways, and print what verify says"),
     "inspect": ("inspection", "say what the canary costs in a compiled step, and what to change"),
+    "explain": ("explain", "read a dump: what was expected, what was found, who wrote it, the likely cause, what to look at first"),
     "demo": ("serving.demo", "serve a few chats with the canary on, then plant one fault after the other"),
     "soak": ("serving.soak", "serve random traffic for thousands of steps, with or without planted faults"),
 }

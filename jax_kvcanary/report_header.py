@@ -247,6 +247,7 @@ class RowFacts:
 
 
 _UNSIGNED = (Column.CHAIN_HASH, Column.AUX, Column.REAL_KV_HASH, Column.EXPECTED_REAL_KV_HASH)
+_SWEEPS = frozenset(int(tag) for tag in CanaryLaunchTag if "SWEEP" in tag.name)
 _FLAGS = {number: RecordFlag(number) for number in range(4)}
 
 
@@ -271,7 +272,7 @@ def decode_rows(rows: np.ndarray, context: np.ndarray, tags_and_groups: Sequence
                 chain_hash=u[0],
                 aux=u[1],
                 reasons=s[Column.REASON],
-                batch_row=s[Column.BATCH_ROW],
+                batch_row=-1 if tag in _SWEEPS else s[Column.BATCH_ROW],  # of a sweep it is a place in the portion
                 req_pool_idx=s[Column.REQ_POOL_IDX],
                 step=s[Column.STEP] & 0xFFFFFFFF,
                 expected_position=s[Column.EXPECTED_POSITION],

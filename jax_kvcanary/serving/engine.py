@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -121,6 +122,7 @@ class Engine:
         sweeps = canary is not None and canary.config.mode != "off" and canary.config.sweep_capacity > 0
         self.sweeper = Sweeper(canary, tree=self.cache.entries) if canary is not None and sweeps else None
         self.swept: list[SweepResult] = []  # of the last step
+        self._bad_sweeps: collections.deque[SweepResult] = collections.deque(maxlen=8)  # until their events come
         if monitor is not None and hasattr(monitor, "sweeper"):
             monitor.sweeper = self.sweeper
         self._ids = itertools.count((self.engine_config.engine_id << 32) + 1)
@@ -231,6 +233,7 @@ class Engine:
         self.scheduler.launched()
         results = jax.device_get(results)
         self.swept = [] if self.sweeper is None else self.sweeper.flush()
+        self._bad_sweeps.extend(result for result in self.swept if result.bad)
         self._record(batch, len(plan.entries), steps=int(results["steps"]), gone=gone)
         quarantined = {*self._quarantine(results["verdict"], int(results["steps"])), *self._quarantine_swept()}
         outcome = self._commit(plan, results, sorted(quarantined))
@@ -409,7 +412,7 @@ class Engine:
                 tables=self._page_tables(batch, count),
                 lengths=batch.prefix_lens[:count] + batch.extend_lens[:count],
                 page_size=self.engine_config.page_size,
-                swept=self.swept,
+                swept=self._bad_sweeps,
             )
 
 
