@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 
+import numpy as np
 import pytest
 
 from jax_kvcanary import cli
-from jax_kvcanary.serving import soak
+from jax_kvcanary.serving import Engine, SamplingParams, make_canary, random_params, soak
 
 
 def test_the_demo_with_a_random_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,20 @@ def test_the_demo_with_a_random_model(capsys: pytest.CaptureFixture[str], monkey
     assert code == 0, text
     assert "a random model" in text and "the same tokens without the canary" in text
     assert "11 of 11 faults seen and rightly named; the clean run was silent" in text
+
+
+def test_the_canary_changes_no_token() -> None:
+    """Twenty prompts, greedy, with and without it."""
+    config, sizes = soak.MODEL, soak.SIZES
+    params, rng = random_params(config, seed=0), np.random.default_rng(0)
+    prompts = [rng.integers(config.vocab_size, size=int(rng.integers(3, 60))).tolist() for _ in range(20)]
+    outputs = []
+    for canary in (make_canary(config, sizes, soak.canary_config(sizes)), None):
+        engine = Engine(config, params, canary, engine_config=sizes)
+        ids = [engine.add_request(prompt, SamplingParams(max_new_tokens=12)) for prompt in prompts]
+        results = engine.run()
+        outputs.append([results[request_id].output for request_id in ids])
+    assert outputs[0] == outputs[1] and all(len(output) == 12 for output in outputs[0])
 
 
 def test_a_soak_without_faults_is_silent() -> None:

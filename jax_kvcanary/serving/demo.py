@@ -25,7 +25,9 @@ from jax_kvcanary.serving.sampling import SamplingParams
 from jax_kvcanary.serving.tokenizer import smollm2_tokenizer
 from jax_kvcanary.serving.weights import load_smollm2, random_params
 
-QUESTIONS = ("What is the capital of France?", "What is the capital of Italy?", "Name three colors.")
+QUESTIONS = ("What is the capital of France?", "What is the capital of Japan?", "Name three colors.")
+LONG = ("Tell me a long story about a dog.", "Tell me a long story about a ship.", "Explain in detail how rain forms.")
+"""Served while faults are planted: their answers do not end before a fault is seen."""
 EXPECTED = "The capital of France is Paris."
 WARM_STEPS = 4
 """Calls of step before a fault is planted: all requests decode then."""
@@ -33,11 +35,12 @@ WARM_STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model, how to put questions to it and to read its answers."""
+    """A model, how to put questions to it and to read its answers; long_prompts have long answers."""
 
     config: LlamaConfig
     params: Params
     prompts: list[list[int]]
+    long_prompts: list[list[int]]
     read: Callable[[Sequence[int]], str]
     eos: tuple[int, ...]
     real: bool
@@ -56,9 +59,9 @@ def load_model() -> Served:
         logging.getLogger(__name__).warning("no real model: %s", error)
         config = LlamaConfig(hidden_size=64, num_layers=4)
         prompts = [[(7 * i + j) % config.vocab_size for j in range(24 + i)] for i in range(len(QUESTIONS))]
-        return Served(config, random_params(config, seed=0), prompts, lambda tokens: " ".join(map(str, tokens)), (), real=False)
-    prompts = [tokenizer.chat([("user", question)]) for question in QUESTIONS]
-    return Served(config, params, prompts, tokenizer.decode, (tokenizer.eos_token_id,), real=True)
+        return Served(config, random_params(config, seed=0), prompts, prompts, lambda tokens: " ".join(map(str, tokens)), (), real=False)
+    prompts, long_prompts = ([tokenizer.chat([("user", question)]) for question in asked] for asked in (QUESTIONS, LONG))
+    return Served(config, params, prompts, long_prompts, tokenizer.decode, (tokenizer.eos_token_id,), real=True)
 
 
 def engine_config(served: Served) -> EngineConfig:
@@ -97,7 +100,7 @@ def run_fault(served: Served, canary: Canary, sizes: EngineConfig, faults: Fault
     if kind is FaultKind.FLIP_IDLE:  # someone must have left something in the prefix cache
         engine.add_request([*served.prompts[0][:20], *range(5, 40)], SamplingParams(max_new_tokens=1))
         engine.run()
-    for prompt in served.prompts:
+    for prompt in served.long_prompts:
         engine.add_request(prompt, SamplingParams(max_new_tokens=64))
     for _ in range(WARM_STEPS):
         engine.step()
