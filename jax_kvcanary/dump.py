@@ -140,7 +140,7 @@ class Dumper:
       canary: whose state it is given.
       directory: made if it is not there.
       max_files: dumps in the directory; when there are so many, no more are written, and none is deleted.
-      max_bytes: of one file; what has no room is left out: bytes of slots, the recorder's batches, neighbours, the last events.
+      max_bytes: of one file; what has no room is left out: bytes of the last slots, the recorder's batches, all bytes, neighbours, events.
       min_seconds: between two dumps.
       with_tokens: also write down tokens.
       recorder: a :class:`FlightRecorder` whose batches go into every dump.
@@ -213,9 +213,9 @@ class Dumper:
           The file, None if nothing was written.
         """
         violations = [event for event in events if event.kind == "violation" and event.case is not None]
-        if not violations or self._must_skip():
-            return None
         try:
+            if not violations or self._must_skip():
+                return None
             tables_of = _Tables(request_ids, tables, lengths, page_size, full_to_swa_index_mapping, self.recorder, list(swept))
             return self._write(kv, state, violations[:_MAX_EVENTS], len(events), tables_of)
         except Exception as error:
@@ -245,11 +245,13 @@ class Dumper:
         self._last = self._clock()
         slots = {name: self._wanted(name, events, tables) for name in self.canary.group_names}
         only_bad = {name: [one for one in held if one[1] == "bad"] for name, held in slots.items()}
-        room = most = max(0, int(0.9 * self.max_bytes) - (64 << 10))
-        content, excess = b"", 0
+        content, excess, used = b"", 0, 0
         for attempt in range(10):  # with ever less in it, until it fits
-            room = {0: room, 1: room - excess, 2: most, 3: room - excess}.get(attempt, 0)
+            room = {0: self.max_bytes, 1: used - excess, 2: self.max_bytes, 3: used - excess}.get(attempt, 0)
             arrays = self._arrays(kv, state, slots if attempt < 5 else only_bad, max(0, room))
+            before, used = used, sum(value.nbytes for name, value in arrays.items() if name.endswith("_bytes"))
+            if attempt == 1 and before and not used:
+                continue  # rather bytes of the bad slots than the recorder's batches
             with_recorder = self.recorder is not None and attempt < 2
             if self.recorder is not None and with_recorder:
                 arrays |= {f"recorder_{name}": value for name, value in self.recorder.to_arrays().items()}

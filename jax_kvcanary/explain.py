@@ -7,7 +7,6 @@ import collections
 import sys
 from collections.abc import Iterator, Sequence
 
-from jax_kvcanary.causes import Cause
 from jax_kvcanary.dump import HEAD, UNKNOWN, Dump, DumpedEvent, DumpedGroup, DumpedSlot, DumpError, load_dump
 from jax_kvcanary.events import Event, reason_names
 from jax_kvcanary.reference.hashing import fold_bytes, head_hash, splitmix64
@@ -68,7 +67,7 @@ def _lines(dump: Dump, slot: int | None) -> Iterator[str]:
         yield ""
         yield f"{number + 1} of {len(dump.events)}: {event.describe()}"
         if event.cause.value != dumped.fields["cause"]:
-            yield f"  where it was found it was called: {Cause(dumped.fields['cause']).words}; this version reads the same rows otherwise"
+            yield f"  where it was found its cause was {dumped.fields['cause']!r}; this version reads the same rows otherwise"
         assert dumped.case is not None
         for line in _checked_again(dump, dumped.case.rows[dumped.number]):
             yield f"  {line}"

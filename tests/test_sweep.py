@@ -171,6 +171,18 @@ def test_evicted_slots_leave_the_round() -> None:
     assert sweeper.health().age is None
 
 
+def test_evicted_slots_of_a_tree_with_branches_and_shared_slots() -> None:
+    """Three children lose one predecessor; a slot in two nodes of other tokens leaves both."""
+    entries = entries_of_nodes(parents=[-1, 0, 0, 0, -1], slots=[[4, 5], [8], [9], [10, 11], [11]], tokens=[[1, 2], [3], [4], [5, 6], [7]])
+    sweeper = Sweeper(make(16), tree=lambda: entries)
+    sweeper.next_portion(0)
+    sweeper.launched(np.zeros(16, np.int32))
+    sweeper.next_portion(1)
+    sweeper.evicted([5, 11])
+    portion = sweeper.next_portion(1)
+    assert handed(portion) == [4, 8, 9, 10] and portion.prev_slots[:4].tolist() == [-1, 0, 0, 0]
+
+
 def test_nodes_that_share_slots_are_checked_once() -> None:
     entries = entries_of_nodes(parents=[-1, -1], slots=[[4, 5], [4, 5, 6]], tokens=[[1, 2], [1, 2, 3]])
     assert handed(Sweeper(make(), tree=lambda: entries).next_portion(0)) == [4, 5, 6]
