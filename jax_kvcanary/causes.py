@@ -281,6 +281,13 @@ class _Reader:
         if entry is not None and (changed := self._elsewhere(number, entry)) is not None:
             return changed
         if entry is not None and not entry.announced:
+            if held := self._held_by_others(row):
+                return self._own(
+                    number,
+                    Cause.TABLE_ENTRY,
+                    f"the table named slot {entry.previous_slot} until step {entry.since}, slot {row.slot} belongs to {_holders(held)}, "
+                    "and nothing was ever stamped there",
+                )
             return self._own(
                 number,
                 Cause.MOVED,
@@ -296,6 +303,14 @@ class _Reader:
                 before = self.at.get(p)
                 if before is not None and self.rows[before].reasons & (_POSITION | _UNWRITTEN):
                     return self._follows(number, before, f"it was compared with its predecessor (position {p}), which is bad")
+            at_place = self._entry_at(row, row.position)
+            if at_place is not None and at_place.slot == row.slot:
+                return self._own(
+                    number,
+                    Cause.UNKNOWN,
+                    f"the host's table names slot {row.slot} for position {row.position}, as it was given to the step: what stands before "
+                    f"it says that {row.expected_position} was due",
+                )
         words = []
         if row.reasons & _WRITE_TOKEN:
             words.append(f"token {row.token} was given to the step, the scheduler has {row.expected_token}")
@@ -430,13 +445,24 @@ class _Reader:
             f"slot {row.slot} holds what belongs at position {row.position}{whose}, and slot {partner.slot}, read there, holds what "
             f"belongs at position {row.expected_position}"
         )
+        if self._at_home(row):
+            return self._own(number, Cause.TABLE_ENTRY, words, f"slot {row.slot} is where request {row.writer} had to write it")
         if entry is not None and entry.previous_slot is None:  # the host's table names this slot, and never named another
             return self._own(number, Cause.MOVED, words, "the host's table names the same slots as before: their contents changed places")
         return self._own(number, Cause.TABLE_ENTRY, words)
 
+    def _at_home(self, row: RowFacts) -> bool:
+        """Whether the record stands where the host's tables had its writer put it: neither its place nor its position is wrong."""
+        if self.history is None or not row.writer:
+            return False
+        theirs = self.history.entry(row.writer, row.position, step=row.writer_step)
+        return theirs is not None and theirs.slot == row.slot and theirs.written_step == row.writer_step
+
     def _shifted(self, number: int, entry: SlotEntry | None) -> Finding | None:
         row = self.rows[number]
         if not row.reasons & _POSITION or row.reasons & _CHAIN or not row.written:
+            return None
+        if self._at_home(row) or (row.reasons & _TOKEN and not row.reader):
             return None
         foreign = row.reader and row.writer not in (0, row.reader)
         if foreign and (row.reasons & _TOKEN or (row.previous_known and row.previous_writer != row.writer)):
@@ -476,6 +502,8 @@ class _Reader:
         more = any(other is not None and self.rows[other].reasons & RECORD_BITS == _TOKEN for other in neighbours)
         if entry is not None and row.writer:
             held = _held(entry)
+            if (copied := self._copied_over(number, entry)) is not None:
+                return copied
             if row.step >= row.writer_step > held:
                 return self._own(
                     number,
@@ -489,7 +517,23 @@ class _Reader:
                 words,
                 "the prefix is a whole chain of other tokens: found under a wrong key, or overwritten as a whole",
             )
+        if entry is not None and entry.written_step is None:
+            return self._own(
+                number,
+                Cause.UNKNOWN,
+                words,
+                f"this request took it over, as already written, in step {entry.since}: one token too many, or a wrong input of then",
+            )
         return self._own(number, Cause.WRONG_INPUT, words)
+
+    def _copied_over(self, number: int, entry: SlotEntry) -> Finding | None:
+        """A copy into the slot was announced after the request had it."""
+        row = self.rows[number]
+        copy = None if self.history is None else self.history.copied_into(row.slot, step=row.step)
+        if copy is None or copy[0] <= _held(entry):
+            return None
+        words = f"a copy from slot {copy[1]} was announced in step {copy[0]}, when this request held the slot"
+        return self._own(number, Cause.OVERWRITTEN, self._who(row), words)
 
     def _predecessor(self, number: int) -> Finding:
         """The record itself fits: what of the one before it?"""
@@ -567,13 +611,11 @@ class _Reader:
                 return self._own(number, Cause.UNKNOWN, who, words, "the slot was written after that")
             if held:
                 return self._own(number, Cause.TABLE_ENTRY, who, words, f"the slot belongs to {_holders(held)}")
+            if row.flags & RecordFlag.FREE and not row.reasons & _BYTES:
+                return self._own(number, Cause.UNKNOWN, who, words, "nothing was copied to the page, or only without notice")
             return self._own(number, Cause.MOVED, who, words)
-        if self.history is not None and (copy := self.history.copied_into(row.slot, step=row.step)) is not None:
-            at, src = copy
-            if at > _held(entry):
-                return self._own(
-                    number, Cause.OVERWRITTEN, who, f"a copy from slot {src} was announced in step {at}, when this request held the slot"
-                )
+        if (copied := self._copied_over(number, entry)) is not None:
+            return copied
         also = f"; it is also held by {_holders(held)}" if held else ""
         if entry.written_step is not None:
             if row.writer_step > entry.written_step:

@@ -158,9 +158,7 @@ def test_two_entries_of_one_request_swapped() -> None:
 
 
 def test_two_pages_of_one_request_swapped() -> None:
-    rows = [
-        Row(reasons=(CHAIN if p in (0, 4) else 0) | POSITION, slot=(p + 4) % 8, at=p, position=(p + 4) % 8) for p in range(8)
-    ]
+    rows = [Row(reasons=(CHAIN if p in (0, 4) else 0) | POSITION, slot=(p + 4) % 8, at=p, position=(p + 4) % 8) for p in range(8)]
     found = read(*rows, Row(reasons=CHAIN, slot=8, at=8))
     assert {f.cause for f in found} == {Cause.TABLE_ENTRY}
 
@@ -363,3 +361,62 @@ def test_history_takes_steps_in_order() -> None:
     history = history_of((5, {1: [1]}))
     with pytest.raises(ValueError, match="ascending order, got step 4 after 5"):
         history.record(4, request_ids=[1], tables=np.array([[1]]), lengths=[1])
+
+
+# ---------------------------------------------------------------------------------------------- what mutated engines showed
+
+
+def test_a_record_in_its_writers_own_place_is_no_shift() -> None:
+    """A sweep meets position 9 of request 2 where position 1 of a cached sequence should be: request 2 wrote it where it had to."""
+    history = TableHistory()
+    history.record(12, request_ids=[2], tables=np.arange(200, 210)[None], lengths=[10])
+    swept = {"reasons": POSITION, "slot": 209, "at": 1, "position": 9, "reader": 0, "writer": 2, "writer_step": 12, "previous": (2, 12)}
+    assert causes(Row(**swept), history=history) == [Cause.UNKNOWN]
+    assert causes(Row(**swept | {"reasons": POSITION | TOKEN})) == [Cause.UNKNOWN]
+
+
+def test_cached_pages_in_the_wrong_order_did_not_change_places() -> None:
+    """Request 1 took over two slots of request 2 in the wrong order; each record is where request 2 had to write it."""
+    history = TableHistory()
+    history.record(5, request_ids=[2], tables=np.array([[200, 201]]), lengths=[2])
+    history.record(20, request_ids=[2, 1], tables=np.array([[200, 201], [201, 200]]), lengths=[2, 2], prefix_lengths=[2, 2])
+    rows = [
+        Row(reasons=CHAIN | POSITION, slot=201, at=0, position=1, writer=2, writer_step=5, previous=None),
+        Row(reasons=CHAIN | POSITION, slot=200, at=1, position=0, writer=2, writer_step=5, previous=(2, 5)),
+    ]
+    assert set(causes(*rows, history=history)) == {Cause.TABLE_ENTRY}
+
+
+def test_a_token_taken_over_is_not_this_requests_input() -> None:
+    history = history_of((20, {1: SLOTS}), written=False)
+    row = Row(reasons=TOKEN, slot=103, at=3, token=8, expected_token=9, writer=2, writer_step=5)
+    assert causes(row, history=history) == [Cause.UNKNOWN]
+    assert causes(row) == [Cause.WRONG_INPUT]
+
+
+def test_a_copy_over_a_slot_in_use_shows_in_tokens_too() -> None:
+    history = history_of((12, {1: SLOTS}))
+    history.record(20, request_ids=[1], tables=np.array([SLOTS]), lengths=[4], copies=([302, 303], [102, 103]))
+    rows = [Row(reasons=TOKEN, slot=100 + p, at=p, token=8, expected_token=9, writer=2, writer_step=5) for p in (3, 2)]
+    assert causes(*rows, history=history)[0] is Cause.OVERWRITTEN
+
+
+def test_an_entry_that_leads_to_the_page_of_another_is_not_moved_content() -> None:
+    history = history_of((4, {1: SLOTS}), (10, {1: [100, 101, 102, 205], 2: [203, 204, 205]}))
+    (found,) = read(Row(reasons=UNWRITTEN | CHAIN, slot=205, at=3), history=history)
+    assert found.cause is Cause.TABLE_ENTRY and "request 2 (position 2)" in found.evidence[0]
+
+
+def test_a_free_page_behind_a_changed_entry_is_not_called_moved() -> None:
+    history = history_of((4, {1: SLOTS}), (10, {1: [100, 101, 102, 205]}))
+    row = {"at": 3, "slot": 205, "position": 2, "writer_step": 2, "flags": FREE}
+    assert causes(foreign(**row), history=history) == [Cause.UNKNOWN]
+    assert causes(foreign(**row, reasons=CHAIN | POSITION | BYTES), history=history) == [Cause.MOVED]  # other bytes came there
+
+
+def test_a_position_that_the_tables_confirm_is_not_a_wrong_input() -> None:
+    """The record before it leads elsewhere, in a page that is not verified."""
+    history = history_of((20, {1: SLOTS}))
+    row = {"reasons": FailReason.WRITE_POSITION, "at": 1, "position": 3, "writer_step": 20, "tag": TAIL}
+    assert causes(Row(slot=103, **row), history=history) == [Cause.UNKNOWN]
+    assert causes(Row(slot=101, **row), history=history) == [Cause.WRONG_INPUT]
