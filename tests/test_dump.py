@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kvcanary import Canary, CanaryBatch, CanaryConfig, Layout
+from jax_kvcanary import Canary, CanaryBatch, CanaryConfig, Layout, PoolGroup
 from jax_kvcanary import dump as dump_module
 from jax_kvcanary.causes import Cause
 from jax_kvcanary.dump import FORMAT_VERSION, HEAD, UNKNOWN, Dumper, DumpError, encode, load_dump, read_slots
@@ -408,6 +408,48 @@ def test_other_configs(tmp_path: Path, real_kv: str) -> None:
     text = explain(load_dump(path))
     assert "chain: broken" in text and ("bytes: none are covered" in text) == (real_kv == "none")
     assert Cause(play.events()[0].cause).value in text
+
+
+def test_groups_with_slots_of_their_own(tmp_path: Path) -> None:
+    """A pool of a window besides the full one: its slots, its predecessors through the mapping, its labels."""
+    pool = [jnp.arange(32 * 16, dtype=jnp.float32).reshape(8, 4, 2, 8) + 100 * layer for layer in range(2)]
+    canary = Canary(
+        pool,
+        PAGED,
+        config=CanaryConfig(strict=True, verify_every=1),
+        groups=(PoolGroup(name="full", layers=(0,)), PoolGroup(name="window", layers=(1,), swa_window_size=4)),
+    )
+    mapping = np.arange(32, dtype=np.int32)
+    mapping[4:12] = range(20, 28)
+    table = np.zeros((2, 8), np.int32)
+    table[1] = range(4, 12)
+    monitor, state, step = Monitor(canary), canary.init(), _step(canary)
+    for prefix, new in ((0, 5), (5, 1)):
+        batch = CanaryBatch(
+            req_pool_indices=np.array([1], np.int32),
+            prefix_lens=np.array([prefix], np.int32),
+            extend_seq_lens=np.array([new], np.int32),
+            req_to_token=table,
+            input_ids=np.array([7] * 5, np.int32),
+            request_ids=np.array([71], np.int32),
+            full_to_swa_index_mapping=mapping,
+        )
+        _, pool, state, _, report = step(pool, state, batch)
+        monitor.observe(report)
+        pool[1] = pool[1].at[23 // 4, 23 % 4, 1, 3].add(prefix == 0)
+    monitor.flush()
+    (event,) = monitor.events
+    assert (event.group, event.slot, event.position) == ("window", 23, 3)
+    dumper = Dumper(canary, tmp_path, min_seconds=0)
+    path = dumper.save(pool, state, [event], request_ids=[71], tables=table[1:], lengths=[6], full_to_swa_index_mapping=mapping)
+    assert path is not None
+    dump = load_dump(path)
+    assert {(slot.group, slot.slot, slot.why) for slot in dump.slots if slot.why != "neighbour"} == {
+        ("window", 23, "bad"),
+        ("window", 22, "predecessor"),
+    }
+    text = explain(dump)
+    assert "chain: whole, its predecessor is slot 22, position 2 of request 71" in text and "sources differ from the stamp: layer 1" in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
