@@ -311,6 +311,10 @@ class _Reader:
                     f"the host's table names slot {row.slot} for position {row.position}, as it was given to the step: what stands before "
                     f"it says that {row.expected_position} was due",
                 )
+            if not self.complete:
+                return self._own(
+                    number, Cause.UNKNOWN, "rows of this step were not at hand, what was due may come from a record that is bad"
+                )
         words = []
         if row.reasons & _WRITE_TOKEN:
             words.append(f"token {row.token} was given to the step, the scheduler has {row.expected_token}")

@@ -420,3 +420,4 @@ def test_a_position_that_the_tables_confirm_is_not_a_wrong_input() -> None:
     row = {"reasons": FailReason.WRITE_POSITION, "at": 1, "position": 3, "writer_step": 20, "tag": TAIL}
     assert causes(Row(slot=103, **row), history=history) == [Cause.UNKNOWN]
     assert causes(Row(slot=101, **row), history=history) == [Cause.WRONG_INPUT]
+    assert causes(Row(slot=101, **row), history=history, complete=False) == [Cause.UNKNOWN]  # its predecessor may be bad
