@@ -24,7 +24,9 @@ from jax_kvcanary.digest import (
     find_deviating_ranks,
     rank_digest,
 )
+from jax_kvcanary.dump import Dump, Dumper, DumpError, load_dump
 from jax_kvcanary.events import Event, KvCanaryError
+from jax_kvcanary.explain import explain
 from jax_kvcanary.faults import FaultKind, Faults, Injection
 from jax_kvcanary.groups import (
     Group,
@@ -39,6 +41,7 @@ from jax_kvcanary.groups import (
     translate_slots,
 )
 from jax_kvcanary.history import TableHistory
+from jax_kvcanary.inspection import Inspection, inspect
 from jax_kvcanary.layouts import Layout, PoolSources, SourceName, per_layer, pool_sources, rotation_period, rotation_window
 from jax_kvcanary.lowering import export_disabled_checks
 from jax_kvcanary.metrics import PrometheusMetrics
@@ -58,6 +61,7 @@ from jax_kvcanary.moves import (
 )
 from jax_kvcanary.ops import adopt, plan, scatter_req_token_ids, verify, verify_fused, write
 from jax_kvcanary.presets import PRESETS, Preset, preset
+from jax_kvcanary.recorder import FlightRecorder
 from jax_kvcanary.report import LogReport, Provenance, Violation, decode_log
 from jax_kvcanary.report_header import ReportHeader, header_fields
 from jax_kvcanary.sharding import ShardedOps, merge_reports, pack_verdicts, unpack_verdicts
@@ -74,6 +78,7 @@ from jax_kvcanary.state import (
     allocate_records,
     allocate_source_tags,
 )
+from jax_kvcanary.sweep import SweepEntries, Sweeper, SweepResult, entries_of_nodes
 from jax_kvcanary.tables import BlockTable, FlatTable, IdentityTable, RowTable
 from jax_kvcanary.validation import validate_plan_statics
 
@@ -96,11 +101,15 @@ __all__ = [
     "CanaryVerdict",
     "Cause",
     "Coverage",
+    "Dump",
+    "DumpError",
+    "Dumper",
     "Event",
     "FailReason",
     "FaultKind",
     "Faults",
     "FlatTable",
+    "FlightRecorder",
     "Group",
     "GroupsDigestResult",
     "GroupsState",
@@ -109,6 +118,7 @@ __all__ = [
     "Health",
     "IdentityTable",
     "Injection",
+    "Inspection",
     "KvCanaryError",
     "KvGroups",
     "Layout",
@@ -134,7 +144,10 @@ __all__ = [
     "ScatterResult",
     "ShardedOps",
     "SourceName",
+    "SweepEntries",
     "SweepPortion",
+    "SweepResult",
+    "Sweeper",
     "TableHistory",
     "TaggedLog",
     "TakenRecords",
@@ -154,12 +167,16 @@ __all__ = [
     "clip_read_bytes_aligned",
     "copy_records",
     "decode_log",
+    "entries_of_nodes",
+    "explain",
     "export_disabled_checks",
     "export_records",
     "find_deviating_ranks",
     "header_fields",
     "import_records",
+    "inspect",
     "join_layers",
+    "load_dump",
     "make_packed_source",
     "make_row_source",
     "merge_reports",
