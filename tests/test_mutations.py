@@ -350,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("mutant").setLevel(logging.CRITICAL)
     start = time.perf_counter()
     jax.config.update("jax_disable_most_optimizations", True)
+    print(HEADER, flush=True)
     outcomes = []
     for mutation in [WHOLE, *MUTATIONS]:
         if not options.ids or mutation.id in options.ids:
