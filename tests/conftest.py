@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax is imported: devices are counted once.
@@ -21,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_a_module() -> Iterator[None]:
+    """Compiled programs go with their file: thousands in one process need more memory maps than the system gives it."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(params=["jax", "ffi"])
