@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_kvcanary.serving.weights import require
@@ -14,6 +16,18 @@ def console() -> Any:
     if not made.is_terminal:
         made.width = 150
     return made
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log lines below ERROR are left out: the command prints what it found itself."""
+    log = logging.getLogger("jax_kvcanary")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def progress(out: Any) -> Any:

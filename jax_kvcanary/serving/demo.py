@@ -134,6 +134,7 @@ def fault_rows(outcomes: dict[FaultKind, Outcome | None]) -> list[list[object]]:
     return rows
 
 
+@console.quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the demo; 0 if the clean run had no violation and every fault was seen and rightly named."""
     parser = argparse.ArgumentParser(prog="python -m jax_kvcanary demo", description=__doc__)
@@ -141,7 +142,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     options = parser.parse_args(argv)
     out = console.console()
-    logging.getLogger("jax_kvcanary").setLevel(logging.ERROR)  # the demo prints the events itself
     served = load_model()
     sizes = engine_config(served)
     canary = make_canary(served.config, sizes, canary_config(sizes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -204,6 +203,7 @@ def _counts(engine: Engine) -> dict[str, int]:
     return scheduler | {name: getattr(engine.cache, name) for name in ("evictions", "offloads", "loads")}
 
 
+@console.quiet()
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the summary; 0 if it is good."""
     parser = argparse.ArgumentParser(prog="python -m jax_kvcanary soak", description=__doc__)
@@ -212,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults-every", type=int, default=0, metavar="N", help="plant a fault every N steps (default: none)")
     options = parser.parse_args(argv)
     out = console.console()
-    logging.getLogger("jax_kvcanary").setLevel(logging.ERROR)
     with console.progress(out) as bars:
         task = bars.add_task("soak", total=options.steps)
 
