@@ -48,9 +48,9 @@ def test_a_soak_without_faults_is_silent() -> None:
 
 
 def test_a_soak_with_faults_sees_and_names_them() -> None:
-    summary = soak.run_faulty(steps=260, seed=0, every=8)
+    summary = soak.run_faulty(steps=150, seed=0, every=8)
     assert summary.good, "\n".join(soak.describe(summary))
-    assert summary.seen >= 22 and len(summary.delays) == 11
+    assert summary.seen >= 11 and len(summary.delays) >= 10
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def over_settings(op: str) -> Any:
     def runs() -> Iterator[Any]:
         for implementation in (JAX, FFI, CUDA):
             marks = [pytest.mark.gpu] if implementation.platform == "gpu" else []
-            for number, setting in enumerate(_settings(op, 3 if implementation is JAX else 32)):
+            for number, setting in enumerate(_settings(op, 3 if implementation is JAX else 24)):
                 yield pytest.param(implementation, setting, id=f"{implementation.name}-{number}", marks=marks)
 
     return pytest.mark.parametrize(("implementation", "setting"), list(runs()))
